@@ -1,0 +1,321 @@
+"""RLT, the Recurrent Looped Transformer (Zhang, Feng and Qin 2026).
+
+A causal encoder E turns tokens into e_t and, once, into a memory of keys and values. A decoder reads e_t merged with
+the last position's decoder output, its own last W positions, and the encoder's memory:
+
+    r_t = RMSNorm(s_{t-1});  g_t = sigmoid(W_g [e_t; r_t] + b_g);  u_t = e_t + alpha g_t * (W_s r_t)      (2.9-2.11)
+    s_t = decoder(u_t, window of the last W decoder positions, memory of positions <= t)                 (2.12-2.16)
+
+RLT-1 feeds back at every position, RLT-2 once every B positions (solver ``chunked``), RLT-0 never (solver ``parallel``:
+the merge is left out, z = e_t). All three have the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from omegaconf import MISSING
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.models.base import ARCHITECTURES, Architecture, ArchitectureConfig, Memory, count_parameters
+from pipeline.models.inputs import Inputs, Visibility, visibility
+from pipeline.models.layers import (
+    CrossAttention,
+    HeadNorms,
+    RMSNorm,
+    SelfAttention,
+    SwiGLU,
+    attend,
+    init_linear,
+    matmul_flops,
+    normed,
+    rotate,
+)
+from pipeline.models.memory import KeyValueMemory
+from pipeline.models.transformer import (
+    Block,
+    Join,
+    Stack,
+    attention_flops,
+    mean_visible,
+    readout_flops,
+    stack_flops,
+    stack_visibility,
+)
+
+
+@dataclass
+class RLTConfig(ArchitectureConfig):
+    """RLT: a causal encoder and a recurrent decoder."""
+
+    encoder_layers: int = MISSING
+    """Blocks of the encoder (L_E)."""
+    decoder_layers: int = MISSING
+    """Blocks of the decoder (L_D); 0 lets the merge alone recur, without a memory."""
+    window: int = 8
+    """Decoder positions that decoder self-attention sees (W), the current one included."""
+    alpha: float = 0.1
+    """Factor of the gated state in the merge, a constant."""
+    memory_groups: int = 1
+    """Memories of the encoder's output (G); decoder block l reads memory l G / L_D, rounded down."""
+    tied_stacks: bool = False
+    """Decoder block l uses the self-attention and feed-forward weights of encoder block l. Norms, cross-attention and
+    the merge stay its own. Needs as many decoder as encoder blocks."""
+
+    def check(self) -> None:
+        """Raise ConfigError on sizes that do not fit each other."""
+        super().check()
+        for name, bound in (("encoder_layers", 1), ("decoder_layers", 0), ("window", 1), ("memory_groups", 1)):
+            if getattr(self, name) < bound:
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least {bound}")
+        if self.memory_groups > max(1, self.decoder_layers):
+            raise ConfigError(
+                f"model.memory_groups is {self.memory_groups}; with decoder_layers={self.decoder_layers} no more than "
+                f"{max(1, self.decoder_layers)} can be read"
+            )
+        if self.tied_stacks and self.encoder_layers != self.decoder_layers:
+            raise ConfigError(
+                f"model.tied_stacks needs as many decoder as encoder blocks; encoder_layers is {self.encoder_layers}, "
+                f"decoder_layers {self.decoder_layers}"
+            )
+
+
+class Merge(nn.Module):
+    """The gate through which the state enters (2.9-2.11)."""
+
+    def __init__(self, width: int, alpha: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.norm = RMSNorm(width)
+        # W_g acts on [e; r]: its halves lie apart, since the first needs no state and is applied to all positions at
+        # once. The second reads r as W_s does: one product for both.
+        self.entry_gate = nn.Linear(width, width)
+        self.state = nn.Linear(width, 2 * width, bias=False)
+
+    def forward(self, entry: Tensor, gate: Tensor, state: Tensor) -> Tensor:
+        """Merge entry [R, n, d], with its half of the gate, and state [R, n or 1, d]."""
+        state_gate, value = self.state(self.norm(state)).chunk(2, dim=-1)
+        return torch.addcmul(entry, torch.sigmoid(gate + state_gate), value, value=self.alpha)
+
+
+class EncoderMemory(nn.Module):
+    """Keys and values that the decoder reads of the encoder's output (2.2), G groups."""
+
+    def __init__(self, config: RLTConfig) -> None:
+        super().__init__()
+        self.kv_heads, self.head_dim = config.key_value_heads, config.head_width
+        self.norm = RMSNorm(config.width)
+        width = 2 * self.kv_heads * self.head_dim
+        self.key_value = nn.ModuleList(nn.Linear(config.width, width, bias=False) for _ in range(config.memory_groups))
+        self.head_norms = nn.ModuleList(HeadNorms(self.head_dim, query=False) for _ in range(config.memory_groups))
+        self.qk_norm = config.qk_norm
+        if not config.qk_norm:
+            self.head_norms = nn.ModuleList()
+
+    def forward(self, entry: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return for each group keys and values [rows, kv_heads, n, head_dim] of entry [rows, n, width]."""
+        x = self.norm(entry)
+        memories = []
+        for group, projection in enumerate(self.key_value):
+            key, value = projection(x).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=2)
+            norms = self.head_norms[group] if self.qk_norm else None
+            assert norms is None or isinstance(norms, HeadNorms)
+            key = rotate(normed(key, norms, "key"), cos, sin)
+            memories.append((key.transpose(1, 2), value.transpose(1, 2)))
+        return memories
+
+
+class DecoderBlock(nn.Module):
+    """Window self-attention, attention to the encoder's memory, feed-forward (2.12-2.16)."""
+
+    def __init__(self, config: RLTConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width)
+        self.cross_norm = RMSNorm(config.width)
+        self.ffn_norm = RMSNorm(config.width)
+        self.head_norms = HeadNorms(config.head_width) if config.qk_norm else None
+        self.cross_head_norms = HeadNorms(config.head_width, key=False) if config.qk_norm else None
+        self.cross = CrossAttention(config.width, config.heads, config.head_width)
+        self.attention: SelfAttention | None = None
+        self.ffn: SwiGLU | None = None
+        if not config.tied_stacks:
+            self.attention = SelfAttention(config.width, config.heads, config.key_value_heads, config.head_width)
+            self.ffn = SwiGLU(config.width, config.hidden_width)
+
+    def forward(
+        self,
+        z: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        window: Visibility,
+        join: Join | None,
+        memory: tuple[Tensor, Tensor],
+        past: Visibility,
+        twin: Block,
+    ) -> Tensor:
+        """Map z [rows, n, width] to the same shape.
+
+        Args:
+            z: residual stream.
+            cos: rotation table.
+            sin: rotation table.
+            window: what self-attention sees.
+            join: adds the keys and values of earlier decoder positions.
+            memory: keys and values of the encoder's memory.
+            past: what cross-attention sees.
+            twin: encoder block whose weights stand in for those that a tied decoder lacks.
+        """
+        attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
+        query, key, value = attention.project(self.attention_norm(z), cos, sin, self.head_norms)
+        if join is not None:
+            key, value = join(key, value)
+        z = z + attention.output(attend(query, key, value, window))
+        query = self.cross.project(self.cross_norm(z), cos, sin, self.cross_head_norms)
+        z = z + self.cross.output(attend(query, *memory, past))
+        return z + ffn(self.ffn_norm(z))
+
+
+@ARCHITECTURES.register("rlt")
+class RLT(Architecture):
+    """Recurrent Looped Transformer; the state of a position is the decoder's output, not normed."""
+
+    Config = RLTConfig
+    feeds_back = True
+
+    def __init__(self, config: RLTConfig) -> None:
+        super().__init__(config)
+        self.settings = config
+        self.encoder = Stack(Block(config) for _ in range(config.encoder_layers))
+        self.merge = Merge(config.width, config.alpha)
+        self.initial = nn.Parameter(torch.empty(config.width))
+        self.memory = EncoderMemory(config) if config.decoder_layers else None
+        self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
+
+    @classmethod
+    def variants(cls) -> dict[str, ArchitectureConfig]:
+        """Return small settings; see ``Architecture.variants``."""
+        base = RLTConfig(
+            architecture="rlt",
+            vocab_size=29,
+            width=16,
+            heads=2,
+            encoder_layers=1,
+            decoder_layers=2,
+            window=3,
+            alpha=0.7,
+        )
+        return {
+            "plain": base,
+            "grouped": replace(base, heads=4, kv_heads=2, head_dim=6, memory_groups=2, qk_norm=False),
+            "tied": replace(base, encoder_layers=2, tied_stacks=True, tied_head=False),
+            "memoryless": replace(base, encoder_layers=2, decoder_layers=0),
+            "one_position_window": replace(base, window=1, decoder_layers=1),
+        }
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights anew; the merge's matrices are scaled by the fan-in of [e; r]."""
+        super().init_weights(generator)
+        nn.init.normal_(self.initial, std=self.config.embedding_std, generator=generator)
+        init_linear(self.merge.entry_gate, self.config.hidden_std_factor, 2 * self.config.width, generator)
+
+    def new_memory(self, capacity: int | None = None) -> Memory:
+        """Return empty memories: the encoder's keys and values, the memory read from it, the decoder's window."""
+        return {
+            "encoder": KeyValueMemory(capacity=capacity),
+            "shared": KeyValueMemory(capacity=capacity),
+            "decoder": KeyValueMemory(window=self.settings.window),
+        }
+
+    def initial_state(self, rows: int) -> Tensor:
+        """Return the learned initial state s* for every row, [R, 1, d]."""
+        return self.initial.expand(rows, 1, -1)
+
+    def prepare(
+        self, tokens: Tensor, index: Tensor, starts: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Inputs, Memory]:
+        """Run the encoder, its memory and the token's half of the gate; see ``Architecture.prepare``."""
+        x, values = self.embed(tokens, index, starts)
+        stop = tokens.shape[1] + (0 if memory is None else memory["encoder"].length)
+        inputs = Inputs(index, starts, stop, values)
+        entry, encoder = self.encoder.run(self, x, inputs, None if memory is None else memory["encoder"])
+        shared = [] if self.memory is None else self.memory(entry, values["cos"], values["sin"])
+        if memory is not None and encoder is not None:
+            step = memory["shared"].step(inputs)
+            shared = [step.join(key, value) for key, value in shared]
+            memory = {**memory, "encoder": encoder, "shared": step.close()}
+        values = {**values, "entry": entry, "gate": self.merge.entry_gate(entry)}
+        return Inputs(index, starts, stop, values, tuple(shared)), memory or {}
+
+    def advance(self, inputs: Inputs, feedback: Tensor | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
+        """Merge the state and run the decoder; see ``Architecture.advance``. Without feedback this is RLT-0."""
+        z = inputs.values["entry"]
+        if feedback is not None:
+            z = self.merge(z, inputs.values["gate"], feedback)
+        if not self.decoder:
+            return z, memory or {}
+        step = None if memory is None else memory["decoder"].step(inputs)
+        window = stack_visibility(inputs, step, self.settings.window)
+        shared = [(key[:, :, : inputs.stop], value[:, :, : inputs.stop]) for key, value in inputs.shared]
+        past = self._past(inputs, shared[0][0])
+        groups = self.settings.memory_groups
+        for layer, block in enumerate(self.decoder):
+            z = self.run_block(
+                block,
+                z,
+                inputs.values["cos"],
+                inputs.values["sin"],
+                window,
+                None if step is None else step.join,
+                shared[layer * groups // len(self.decoder)],
+                past,
+                self.encoder[min(layer, len(self.encoder) - 1)],
+                parallel=step is None,
+            )
+        if memory is not None and step is not None:
+            memory = {**memory, "decoder": step.close()}
+        return z, memory or {}
+
+    @staticmethod
+    def _past(inputs: Inputs, key: Tensor) -> Visibility:
+        """Return what the positions see of the encoder's memory, whose keys lie in row order."""
+        count = key.shape[2]
+        index = torch.arange(count, device=key.device)[None]
+        return visibility(inputs, index, None, same=count == inputs.length, exact=True)
+
+    def dormant_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the merge and the initial state."""
+        yield from self.merge.parameters()
+        yield self.initial
+
+    def flops_per_token(self, length: int, *, feedback: bool) -> float:
+        """Return the forward FLOPs of a token; see ``Architecture.flops_per_token``."""
+        config = self.settings
+        blocks: list[nn.Module] = list(self.encoder if config.tied_stacks else self.decoder)
+        decoder = matmul_flops(*blocks, *(block.cross for block in self._decoder_blocks() if config.tied_stacks))
+        keys = mean_visible(length, config.window) + mean_visible(length)
+        return (
+            stack_flops(self.encoder, config, length)
+            + matmul_flops(self.memory, self.merge if feedback else None)
+            + decoder
+            + config.decoder_layers * attention_flops(config, keys)
+            + readout_flops(self)
+        )
+
+    def _decoder_blocks(self) -> Iterator[DecoderBlock]:
+        for block in self.decoder:
+            assert isinstance(block, DecoderBlock)
+            yield block
+
+    def parts(self) -> dict[str, int]:
+        """Return the number of parameters of each part."""
+        return {
+            "embedding": count_parameters(self.embedding),
+            "encoder": count_parameters(self.encoder),
+            "merge": count_parameters(self.merge, self.initial),
+            "memory": count_parameters(self.memory),
+            "decoder": count_parameters(self.decoder),
+            "readout": count_parameters(self.readout_layer),
+        }
