@@ -1,0 +1,372 @@
+"""The schema of a run: typed dataclasses for OmegaConf, every field documented where it is defined.
+
+Reading files, merging and error messages live in ``config_files``; the settings of one architecture or solver stand
+in that architecture's or solver's own file. ``docs/configuration.md`` is generated from this schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+from pipeline.choices import chosen_by
+from pipeline.errors import ConfigError
+from pipeline.models import ARCHITECTURES, ArchitectureConfig
+from pipeline.solvers import SOLVERS, SolverConfig
+
+
+@dataclass
+class RunConfig:
+    """Name and place of a run."""
+
+    name: str = MISSING
+    """Name of the run; its folder is ``root/name``."""
+    root: str = "runs"
+    """Folder that holds the run folders."""
+    seed: int = 0
+    """Seed of the initial weights, of the order of the data and of everything else that is drawn."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.root) / self.name
+
+
+@dataclass
+class DataConfig:
+    """Which tokens are read, and how rows are cut from them."""
+
+    path: str = MISSING
+    """Folder that ``backfeed prepare`` made (it holds ``manifest.json``)."""
+    sequence_length: int = 1024
+    """Positions in a row, in tokens."""
+    document_boundaries: Literal["restart", "continue"] = "restart"
+    """What happens where a new document begins inside a row: ``restart`` positions, attention and recurrent state, or
+    let them ``continue`` as if the row were one document."""
+    train_split: str = "train"
+    """Split to train on."""
+    workers: int = 0
+    """Loader processes of each rank; 0 reads in the training process. The order of the data does not depend on it."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        at_least("data.sequence_length", self.sequence_length, 2)
+        at_least("data.workers", self.workers, 0)
+
+
+@dataclass
+class Stage:
+    """One stage of a schedule: from ``at`` on the setting has ``value``."""
+
+    at: float = MISSING
+    """Where the stage begins, as a fraction of the run's tokens (0 is the start)."""
+    value: Any = MISSING
+    """Value of the setting from there on."""
+
+
+@dataclass
+class OptimizerConfig:
+    """What all optimisers share."""
+
+    name: str = MISSING
+    """Optimiser: ``adamw``."""
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), decaying matrices only."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of weight matrices. Norm weights, biases, embeddings and initial states are not decayed."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+
+
+@dataclass
+class LearningRateConfig:
+    """What all learning-rate schedules share."""
+
+    name: str = MISSING
+    """Schedule: ``constant``, ``cosine`` or ``wsd``."""
+    peak: float = MISSING
+    """Highest learning rate, reached at the end of the warm-up."""
+    warmup_tokens: int = 0
+    """Tokens over which the rate rises linearly from 0 to ``peak``."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        if self.peak <= 0:
+            raise ConfigError(f"learning_rate.peak is {self.peak}; it must be above 0")
+        at_least("learning_rate.warmup_tokens", self.warmup_tokens, 0)
+
+
+@dataclass
+class ConstantConfig(LearningRateConfig):
+    """The peak rate from the warm-up to the end."""
+
+
+@dataclass
+class CosineConfig(LearningRateConfig):
+    """Half a cosine from the peak to the final rate at the last token."""
+
+    final_fraction: float = 0.1
+    """Rate at the end of the run as a fraction of ``peak``."""
+
+
+@dataclass
+class WSDConfig(LearningRateConfig):
+    """Warm-up, stable, decay: the peak rate, then a straight line to the final rate over the last part of the run."""
+
+    decay_fraction: float = 0.2
+    """Part of the run's tokens, at its end, over which the rate falls."""
+    final_fraction: float = 0.0
+    """Rate at the end of the run as a fraction of ``peak``."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        super().check()
+        if not 0 < self.decay_fraction <= 1:
+            raise ConfigError(f"learning_rate.decay_fraction is {self.decay_fraction}; it must be above 0, at most 1")
+
+
+@dataclass
+class TrainingConfig:
+    """How long and how to train. Batches and durations are counted in tokens."""
+
+    tokens: int = MISSING
+    """Tokens to train on, over all ranks."""
+    batch_tokens: int = MISSING
+    """Tokens of one optimiser step, over all ranks and micro-batches."""
+    micro_batch_tokens: int = MISSING
+    """Tokens that one rank puts through the model at once; the rest of the batch is accumulated."""
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+    """``float32``, or ``bf16-mixed``: float32 weights with products in bfloat16."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Kind of device."""
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    """``single`` process, or ``ddp`` (replicas with averaged gradients); ``auto`` takes ddp where there are more
+    ranks than one."""
+    devices: int = 1
+    """Ranks on each node."""
+    nodes: int = 1
+    """Nodes."""
+    threads: int = 0
+    """Threads of each rank on the CPU; 0 leaves torch's own choice. Losses repeat to the last bit only at the same
+    number of threads."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range or that contradict each other."""
+        for name in ("tokens", "batch_tokens", "micro_batch_tokens", "devices", "nodes"):
+            at_least(f"training.{name}", getattr(self, name), 1)
+        at_least("training.clip_norm", self.clip_norm, 0)
+        if self.strategy == "single" and self.ranks > 1:
+            raise ConfigError(f"training.strategy is single, but devices x nodes is {self.ranks}; set strategy=ddp")
+        if self.tokens < self.batch_tokens:
+            raise ConfigError(
+                f"training.tokens is {self.tokens}, less than one batch (training.batch_tokens={self.batch_tokens})"
+            )
+        if self.batch_tokens % (self.micro_batch_tokens * self.ranks):
+            raise ConfigError(
+                f"training.batch_tokens is {self.batch_tokens}; it must be a multiple of micro_batch_tokens x ranks = "
+                f"{self.micro_batch_tokens} x {self.ranks} = {self.micro_batch_tokens * self.ranks}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.devices * self.nodes
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank accumulates for one optimiser step."""
+        return self.batch_tokens // (self.micro_batch_tokens * self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the run; a last partial batch is not trained on."""
+        return self.tokens // self.batch_tokens
+
+
+@dataclass
+class ValidationConfig:
+    """When and on what the run is validated."""
+
+    split: str = "validation"
+    """Split to validate on."""
+    every_steps: int = 250
+    """Optimiser steps between validations; there is one more after the last step. 0 turns validation off."""
+    tokens: int = 1_048_576
+    """Validate on at most this many tokens from the start of the split, in whole rows; 0 takes the whole split."""
+    micro_batch_tokens: int = 0
+    """Tokens that one rank evaluates at once; 0 takes ``training.micro_batch_tokens``."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        for name in ("every_steps", "tokens", "micro_batch_tokens"):
+            at_least(f"validation.{name}", getattr(self, name), 0)
+
+
+@dataclass
+class CheckpointConfig:
+    """When checkpoints are written and which are kept. The newest whole one is never deleted."""
+
+    every_steps: int = 1000
+    """Optimiser steps between checkpoints; there is one more at the end of the run."""
+    keep_last: int = 2
+    """Newest checkpoints to keep."""
+    keep_every_steps: int = 0
+    """Also keep, for ever, each checkpoint whose step is a multiple of this; 0 keeps none for ever."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        at_least("checkpoint.every_steps", self.every_steps, 1)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 0)
+        if self.keep_every_steps % self.every_steps:
+            raise ConfigError(
+                f"checkpoint.keep_every_steps is {self.keep_every_steps}; it must be a multiple of "
+                f"checkpoint.every_steps={self.every_steps}, since no other step has a checkpoint to keep"
+            )
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: Literal["disabled", "offline", "online"] = "offline"
+    """``offline`` writes into the run folder (upload it later with ``wandb sync``), ``online`` sends as it goes,
+    ``disabled`` does nothing. The key is taken from the environment or ``wandb login``, never from here."""
+    project: str = "backfeed"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team; none takes the account's default."""
+    group: str | None = None
+    """Group of runs that belong together."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is recorded. CSV files in the run folder are always written."""
+
+    every_steps: int = 10
+    """Optimiser steps between rows."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        at_least("logging.every_steps", self.every_steps, 1)
+
+
+def architecture_configs() -> Mapping[str, type]:
+    """Return the dataclass of every architecture's settings, by name."""
+    return {name: entry.Config for name, entry in ARCHITECTURES.items()}
+
+
+def solver_configs() -> Mapping[str, type]:
+    """Return the dataclass of every solver's settings, by name."""
+    return {name: entry.Config for name, entry in SOLVERS.items()}
+
+
+def optimizer_configs() -> Mapping[str, type]:
+    """Return the dataclass of every optimiser's settings, by name."""
+    return {"adamw": AdamWConfig}
+
+
+def learning_rate_configs() -> Mapping[str, type]:
+    """Return the dataclass of every learning-rate schedule's settings, by name."""
+    return {"constant": ConstantConfig, "cosine": CosineConfig, "wsd": WSDConfig}
+
+
+@dataclass
+class Config:
+    """One run, whole."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    """Name and place."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
+    model: ArchitectureConfig = chosen_by(ArchitectureConfig, "architecture", architecture_configs)
+    """Architecture and size; the settings depend on ``model.architecture``."""
+    solver: SolverConfig = chosen_by(SolverConfig, "name", solver_configs)
+    """How the recurrence is evaluated; the settings depend on ``solver.name``."""
+    schedules: dict[str, list[Stage]] = field(default_factory=dict)
+    """Settings of the solver that change over the run, each as a list of stages: ``interval: [{at: 0, value: 64},
+    {at: 0.5, value: 1}]`` anneals the feedback interval. A scheduled setting takes its value from here alone."""
+    optimizer: OptimizerConfig = chosen_by(OptimizerConfig, "name", optimizer_configs)
+    """Optimiser; the settings depend on ``optimizer.name``."""
+    learning_rate: LearningRateConfig = chosen_by(LearningRateConfig, "name", learning_rate_configs)
+    """Learning-rate schedule; the settings depend on ``learning_rate.name``."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Length, batch, precision and ranks."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """Validation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Records."""
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of different sections contradict each other."""
+        length = self.data.sequence_length
+        for section, name in (("training", "micro_batch_tokens"), ("validation", "micro_batch_tokens")):
+            value = getattr(getattr(self, section), name)
+            if value % length:
+                raise ConfigError(
+                    f"{section}.{name} is {value}; it must be a multiple of data.sequence_length={length}"
+                )
+        solver = SOLVERS[self.solver.name]
+        solver.check_fits(self.solver, ARCHITECTURES[self.model.architecture])
+        solver.check_schedules(self.solver, self.stages)
+
+    @property
+    def stages(self) -> dict[str, list[tuple[float, Any]]]:
+        """The schedules as (fraction of the run's tokens, value)."""
+        return {name: [(stage.at, stage.value) for stage in stages] for name, stages in self.schedules.items()}
+
+
+# Settings that may differ when a run is resumed: they change neither what is learnt nor in which order.
+# Everything else belongs to the run's identity.
+CHANGEABLE_ON_RESUME = (
+    "run.root",
+    "data.path",  # the manifest's fingerprint says whether it is the same data
+    "data.workers",
+    "training.micro_batch_tokens",
+    "training.accelerator",
+    "training.strategy",
+    "training.devices",
+    "training.nodes",
+    "training.threads",
+    "solver.activation_checkpointing",
+    "solver.segment_length",
+    "validation",
+    "checkpoint",
+    "logging",
+)
+
+
+def at_least(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError unless ``value`` is at least ``bound``."""
+    if value < bound:
+        raise ConfigError(f"{key} is {value}; it must be at least {bound}")
