@@ -1,0 +1,25 @@
+"""Where inference runs."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.errors import ConfigError
+
+
+def choose(name: str) -> torch.device:
+    """Return the device that ``name`` means; ``auto`` takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} is not to be had here ({' '.join(str(error).split())[:120]})") from None
+    return device

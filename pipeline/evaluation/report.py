@@ -1,0 +1,128 @@
+"""``backfeed evaluate``: a trained model's loss on a split, in training mode and in the exact recurrence."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import solvers
+from pipeline.data.loader import EvaluationLoader
+from pipeline.data.manifest import Manifest, check_shards
+from pipeline.data.stream import EvaluationStream
+from pipeline.data.tokenizer import load_token_bytes
+from pipeline.errors import DataError
+from pipeline.evaluation.loss import LossSums, evaluate
+from pipeline.files import write_atomically
+from pipeline.progress import Progress
+from pipeline.runs.loading import TrainedModel
+from pipeline.solvers import Solver
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report.
+
+    Attributes:
+        mode: ``training`` (the solver as in the checkpoint's last step) or ``sequential`` (the exact recurrence).
+        solver: the solver and its settings, in words.
+        sums: the result.
+        seconds: time it took.
+    """
+
+    mode: str
+    solver: str
+    sums: LossSums
+    seconds: float
+
+
+def modes(trained: TrainedModel) -> list[tuple[str, Solver]]:
+    """Return the solvers to evaluate with: the training mode, and the exact recurrence where it is another one."""
+    exact = solvers.sequential(trained.solver)
+    found = [("training", trained.solver)]
+    return found if describe(exact) == describe(trained.solver) else [*found, ("sequential", exact)]
+
+
+def report(trained: TrainedModel, split: str, *, data: Path | None = None, tokens: int = 0) -> list[Row]:
+    """Evaluate a trained model.
+
+    Args:
+        trained: the model.
+        split: split of the data.
+        data: prepared data folder; None takes the run's own.
+        tokens: evaluate on at most this many tokens from the start of the split; 0 takes it whole.
+
+    Raises:
+        DataError: the data were made with another tokenizer than the model's.
+    """
+    manifest = Manifest.load(data or trained.config.data.path)
+    if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
+        raise DataError(
+            f"{manifest.folder} was prepared with another tokenizer than {trained.checkpoint.path} was trained with; "
+            "prepare the text again with the checkpoint's tokenizer.json (tokenizer.kind=file)"
+        )
+    check_shards(manifest, [split])
+    config = trained.config
+    length = config.data.sequence_length
+    rows = (config.validation.micro_batch_tokens or config.training.micro_batch_tokens) // length
+    stream = EvaluationStream(
+        manifest,
+        split,
+        sequence_length=length,
+        document_boundaries=config.data.document_boundaries,
+        rows_per_micro_batch=rows,
+        limit_tokens=tokens,
+    )
+    token_bytes = torch.from_numpy(load_token_bytes(manifest))
+    found = []
+    for mode, solver in modes(trained):
+        begin = time.perf_counter()
+        with Progress(stream.rows, "rows", mode) as progress:
+            sums = evaluate(trained.model, solver, EvaluationLoader(stream), token_bytes, advanced=progress.advance)
+        found.append(Row(mode, describe(solver), sums, time.perf_counter() - begin))
+    return found
+
+
+def describe(solver: Solver) -> str:
+    """Return a solver and its settings in words."""
+    return " ".join([solver.config.name, *(f"{name}={value}" for name, value in solver.settings().items())])
+
+
+def table(rows: list[Row]) -> str:
+    """Return the report as a table."""
+    head = f"{'mode':<12}{'solver':<24}{'loss':>9}{'perplexity':>12}{'bits/byte':>11}{'tokens':>11}{'tokens/s':>10}"
+    lines = [head]
+    for row in rows:
+        sums = row.sums
+        lines.append(
+            f"{row.mode:<12}{row.solver:<24}{sums.loss:>9.4f}{sums.perplexity:>12.2f}{sums.bits_per_byte:>11.4f}"
+            f"{sums.tokens:>11,}{sums.tokens / row.seconds:>10,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def save(rows: list[Row], trained: TrainedModel, split: str, path: Path) -> None:
+    """Write the report as JSON."""
+    content: dict[str, Any] = {
+        "checkpoint": str(trained.checkpoint.path),
+        "step": trained.checkpoint.step,
+        "split": split,
+        "rows": [
+            {
+                "mode": row.mode,
+                "solver": row.solver,
+                "loss": row.sums.loss,
+                "perplexity": row.sums.perplexity,
+                "bits_per_byte": row.sums.bits_per_byte,
+                "tokens": row.sums.tokens,
+                "text_bytes": row.sums.text_bytes,
+                "seconds": row.seconds,
+            }
+            for row in rows
+        ],
+    }
+    write_atomically(path, json.dumps(content, indent=1) + "\n")

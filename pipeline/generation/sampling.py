@@ -1,0 +1,59 @@
+"""From logits to a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among the k likeliest; 0 among all.
+        top_p: draw among the likeliest tokens whose probabilities add up to p (Holtzman et al. 2020); 1 among all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError on values out of range."""
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token)")
+        if self.top_k < 0:
+            raise ConfigError(f"top-k is {self.top_k}; it must be at least 0 (0 for no limit)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (1 for no limit)")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities to draw from, float32 [rows, V], for logits [rows, V]."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probabilities = logits.softmax(dim=-1)
+        if self.top_p < 1:
+            ordered, places = probabilities.sort(dim=-1, descending=True)
+            before = ordered.cumsum(dim=-1) - ordered  # mass of the likelier ones; the likeliest always stays
+            ordered = ordered.masked_fill(before >= self.top_p, 0)
+            probabilities = torch.zeros_like(probabilities).scatter(-1, places, ordered)
+            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+        return probabilities
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw a token for each row, int64 [rows]. ``generator`` lives on the CPU, so that devices draw alike."""
+        probabilities = self.probabilities(logits)
+        if self.temperature == 0:
+            return probabilities.argmax(dim=-1)
+        return torch.multinomial(probabilities.cpu(), 1, generator=generator)[:, 0].to(logits.device)

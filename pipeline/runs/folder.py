@@ -1,0 +1,146 @@
+"""The folder of a run.
+
+config.yaml          the resolved configuration, enough to repeat the run
+run.json             the run's id, the same at every resume
+environment.json     versions, machine, command (one entry a start)
+git.patch            difference of the code to its commit, where there was one
+metrics/             CSV files
+checkpoints/         see ``checkpoints``
+wandb/, tensorboard/ where switched on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from pipeline import config_files
+from pipeline.config import CHANGEABLE_ON_RESUME, Config
+from pipeline.errors import RunError
+from pipeline.files import write_atomically
+from pipeline.runs.checkpoints import CheckpointStore
+from pipeline.runs.environment import environment, git_state
+
+Resume = Literal["auto", "never", "must"]
+
+
+class RunFolder:
+    """One run's folder; reading needs no lock.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = CheckpointStore(path / "checkpoints")
+        self._lock: IO[str] | None = None
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """Folder of the CSV files."""
+        return self.path / "metrics"
+
+    @property
+    def id(self) -> str:
+        """The run's identity, the same at every resume."""
+        return str(self._record()["id"])
+
+    def exists(self) -> bool:
+        """Return whether a run has begun here."""
+        return self.config_file.is_file()
+
+    def config(self) -> Config:
+        """Return the run's configuration."""
+        if not self.exists():
+            raise RunError(f"{self.path} is not a run folder: it holds no config.yaml; give the folder of a run")
+        return config_files.load(Config, [self.config_file], [])
+
+    def open(self, config: Config, resume: Resume) -> None:
+        """Take the folder for training: lock it, check that it is this run's, record configuration and environment.
+
+        Args:
+            config: resolved configuration.
+            resume: ``never`` begins a run and refuses a folder that holds one; ``auto`` goes on if there is one;
+                ``must`` goes on and refuses a folder without.
+
+        Raises:
+            RunError: another process trains here, the folder holds another run, or ``resume`` says no.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"{self.path} is a file; choose another run.name or run.root")
+        begun = self.exists()
+        if begun and resume == "never":
+            raise RunError(f"{self.path} already holds a run; go on with --resume auto, or choose another run.name")
+        if not begun and resume == "must":
+            raise RunError(f"{self.path} holds no run to resume; check run.name and run.root, or use --resume auto")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        if begun:
+            self._check_same(config)
+        else:
+            record = {"id": uuid.uuid4().hex[:8], "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            write_atomically(self.path / "run.json", json.dumps(record, indent=1) + "\n")
+        self.checkpoints.remove_unfinished()
+        self._record_environment()
+        config_files.save(config, self.config_file)
+
+    def _take_lock(self) -> None:
+        """Hold the run's lock until the process ends, however it ends."""
+        lock = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        self._lock = lock
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _check_same(self, config: Config) -> None:
+        """Raise RunError, naming the first setting, if ``config`` is another run's."""
+        for key, old, new in config_files.differences(self.config(), config):
+            if not config_files.is_changeable(key, CHANGEABLE_ON_RESUME):
+                raise RunError(
+                    f"{self.path} belongs to another configuration: {key} was {old!r} and is now {new!r}; "
+                    "choose another run.name, or restore the setting"
+                )
+
+    def _record(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.path / "run.json").read_text()))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path}/run.json cannot be read ({error})") from None
+
+    def _record_environment(self) -> None:
+        """Add this start's environment to the earlier ones'."""
+        path = self.path / "environment.json"
+        starts: list[Any] = []
+        if path.is_file():
+            try:
+                starts = json.loads(path.read_text())
+            except ValueError:
+                starts = []
+        git, patch = git_state()
+        starts.append({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(), "git": git})
+        write_atomically(path, json.dumps(starts, indent=1) + "\n")
+        if patch:
+            write_atomically(self.path / "git.patch", patch)

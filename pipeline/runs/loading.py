@@ -1,0 +1,88 @@
+"""A trained model, out of a run folder or of one checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from pipeline import config_files, models, solvers
+from pipeline.config import Config
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import RunError
+from pipeline.models import Architecture
+from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, TOKENIZER, WEIGHTS, Checkpoint
+from pipeline.runs.folder import RunFolder
+from pipeline.solvers import Solver
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint, loaded for inference.
+
+    Attributes:
+        config: configuration of its run.
+        checkpoint: where it lies.
+        description: what was recorded with it.
+        model: architecture with its weights, in evaluation mode.
+        solver: as in the checkpoint's last training step.
+        tokenizer: its tokenizer.
+    """
+
+    config: Config
+    checkpoint: Checkpoint
+    description: dict[str, Any]
+    model: Architecture
+    solver: Solver
+    tokenizer: Tokenizer
+
+
+def load(path: Path, *, step: int | None = None, device: torch.device | str = "cpu") -> TrainedModel:
+    """Load a trained model after its hashes have been checked.
+
+    Args:
+        path: a run folder, or the folder of one checkpoint.
+        step: of a run folder, the checkpoint to take; None takes the newest whole one.
+        device: where the weights go.
+
+    Raises:
+        RunError: no whole checkpoint is there, or it does not fit its configuration.
+    """
+    checkpoint = find(path, step)
+    description = checkpoint.verify()
+    config = config_files.load(Config, [checkpoint.path / CONFIG], [])
+    model = models.build(config.model).to(device).eval()
+    try:
+        model.load_state_dict(load_file(checkpoint.path / WEIGHTS, device=str(device)))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{checkpoint.path}: weights and configuration do not fit each other: {reason}") from None
+    solver = solvers.build(config.solver)
+    for name, value in description["solver"].items():
+        setattr(solver, name, value)
+    tokenizer = Tokenizer.from_file(checkpoint.path / TOKENIZER, description["tokenizer"]["document_token"])
+    return TrainedModel(config, checkpoint, description, model, solver, tokenizer)
+
+
+def find(path: Path, step: int | None) -> Checkpoint:
+    """Return the checkpoint that ``path`` and ``step`` mean; see ``load``."""
+    if not path.is_dir():
+        raise RunError(f"{path} is not a folder; give a run folder or one of its checkpoints")
+    if (path / DESCRIPTION).is_file():
+        found = Checkpoint(path, 0)
+        found = Checkpoint(path, int(found.describe()["step"]))
+        if step is not None and step != found.step:
+            raise RunError(f"{path} is the checkpoint of step {found.step}, not {step}; give the run folder instead")
+        return found
+    folder = RunFolder(path)
+    if not folder.exists():
+        raise RunError(f"{path} is neither a run folder (config.yaml) nor a checkpoint ({DESCRIPTION})")
+    if step is not None:
+        return folder.checkpoints.at(step)
+    newest = folder.checkpoints.newest_whole()
+    if newest is None:
+        raise RunError(f"{path} has no checkpoint yet; train it first")
+    return newest
