@@ -1,0 +1,240 @@
+"""The command ``backfeed``: one verb each for what a user does.
+
+Verbs import what they need when they are called, so that ``--help`` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from pipeline import __version__
+from pipeline.errors import ConfigError, RunWarning, UserError
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = parser().parse_args(arguments)
+    warnings.formatwarning = one_line_of_warning
+    try:
+        code = options.run(options)
+        sys.stdout.flush()
+    except UserError as error:
+        return fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        from pipeline.files import describe_os_error
+
+        return fail(describe_os_error(error, error.filename or ""), 1)
+    return int(code)
+
+
+def one_line_of_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return our own warnings without the place in the code, others as Python shows them."""
+    if issubclass(category, RunWarning):
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
+def fail(message: str, code: int) -> int:
+    """Print one line on standard error; return ``code``."""
+    print(f"backfeed: {message}", file=sys.stderr)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    root = argparse.ArgumentParser(prog="backfeed", description="Pretrain transformers that feed their own state back.")
+    root.add_argument("--version", action="version", version=f"backfeed {__version__}")
+    verbs = root.add_subparsers(title="verbs", required=True, metavar="VERB")
+    _add_prepare(verbs)
+    _add_train(verbs)
+    _add_evaluate(verbs)
+    _add_generate(verbs)
+    _add_bench(verbs)
+    return root
+
+
+def _verb(
+    verbs: Verbs,
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_settings(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "settings",
+        nargs="*",
+        metavar="FILE|key=value",
+        help="YAML files, merged left to right, then overrides (solver.interval=4)",
+    )
+    verb.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return files and overrides; ConfigError if a file follows an override, since it would not override it."""
+    files = [each for each in settings if "=" not in each]
+    overrides = [each for each in settings if "=" in each]
+    if list(settings) != [*files, *overrides]:
+        raise ConfigError("files come first, then overrides (key=value), since overrides have the last word")
+    return files, overrides
+
+
+def _add_prepare(verbs: Verbs) -> None:
+    verb = _verb(verbs, "prepare", "turn text into tokenised shards", _prepare)
+    _add_settings(verb)
+    verb.add_argument("--verify", metavar="FOLDER", type=Path, help="check every hash of a prepared folder and stop")
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from pipeline import config_files
+    from pipeline.data.manifest import verify
+    from pipeline.data.prepare import PrepareConfig, prepare
+
+    if options.verify is not None:
+        if options.settings:
+            raise ConfigError("--verify takes a prepared folder and no settings")
+        manifest = verify(options.verify)
+        print(f"{options.verify} is whole, fingerprint {manifest.fingerprint}")
+        return 0
+    config = config_files.load(PrepareConfig, *split_settings(options.settings))
+    if options.print_config:
+        print(config_files.to_yaml(config), end="")
+        return 0
+    manifest = prepare(config)
+    for name, split in manifest.splits.items():
+        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {len(split.shards)} shard(s)")
+    return 0
+
+
+def _add_train(verbs: Verbs) -> None:
+    verb = _verb(verbs, "train", "train a run", _train)
+    _add_settings(verb)
+    verb.add_argument(
+        "--resume",
+        choices=["never", "auto", "must"],
+        default="never",
+        help="go on from the newest whole checkpoint: auto if there is a run, must or fail; never (default) begins one",
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    from pipeline import config_files
+    from pipeline.config import Config
+
+    config = config_files.load(Config, *split_settings(options.settings))
+    if options.print_config:
+        print(config_files.to_yaml(config), end="")
+        return 0
+    from pipeline.training.train import train
+
+    outcome = train(config, options.resume)
+    if outcome.signal:
+        print(f"stopped at step {outcome.step}, saved; go on with the same command and --resume auto")
+        return 128 + outcome.signal
+    print(f"done: step {outcome.step}, {outcome.folder}")
+    return 0
+
+
+def _add_trained(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", type=Path, metavar="RUN", help="run folder, or the folder of one checkpoint")
+    verb.add_argument("--step", type=int, help="checkpoint of the run to take (default: the newest whole one)")
+    verb.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
+
+
+def _add_evaluate(verbs: Verbs) -> None:
+    verb = _verb(verbs, "evaluate", "measure loss, perplexity and bits per byte of a run", _evaluate)
+    _add_trained(verb)
+    verb.add_argument("--split", help="split of the data (default: the run's validation split)")
+    verb.add_argument("--data", type=Path, help="prepared data folder (default: the run's own)")
+    verb.add_argument("--tokens", type=int, default=0, help="evaluate on at most this many tokens (default: all)")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from pipeline import devices
+    from pipeline.evaluation import report
+    from pipeline.runs.loading import load
+
+    trained = load(options.path, step=options.step, device=devices.choose(options.device))
+    split = options.split or trained.config.validation.split
+    if options.tokens < 0:
+        raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
+    rows = report.report(trained, split, data=options.data, tokens=options.tokens)
+    print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}, split {split}")
+    print(report.table(rows))
+    if options.json is not None:
+        report.save(rows, trained, split, options.json)
+    return 0
+
+
+def _add_generate(verbs: Verbs) -> None:
+    verb = _verb(verbs, "generate", "write text with a run", _generate)
+    _add_trained(verb)
+    verb.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
+    verb.add_argument("--tokens", type=int, default=200, help="tokens to write at most (default: 200)")
+    verb.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    verb.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default: all)")
+    verb.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest of total probability p")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    verb.add_argument("--sequential", action="store_true", help="feed back at every token, whatever the training did")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from pipeline import devices
+    from pipeline.generation.generate import generate
+    from pipeline.generation.sampling import Sampling
+    from pipeline.runs.loading import load
+    from pipeline.solvers import sequential
+
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens is {options.tokens}; it must be at least 1")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    trained = load(options.path, step=options.step, device=devices.choose(options.device))
+    solver = sequential(trained.solver) if options.sequential else trained.solver
+    tokenizer = trained.tokenizer
+    prompt = [tokenizer.document_id, *tokenizer.encode(options.prompt)]
+    stop, decoder = tokenizer.document_id, tokenizer.stream_decoder()
+    sys.stdout.write(options.prompt)
+    for drawn in generate(
+        trained.model, solver, [prompt], count=options.tokens, sampling=sampling, seed=options.seed, stop=stop
+    ):
+        if int(drawn[0]) != stop:
+            sys.stdout.write(decoder.push(int(drawn[0])))
+            sys.stdout.flush()
+    print(decoder.flush())
+    return 0
+
+
+def _add_bench(verbs: Verbs) -> None:
+    verb = _verb(verbs, "bench", "measure, and print a table", _bench)
+    verb.add_argument("benchmark", choices=["data", "memory"], help="data: the stream's rate; memory: checkpointing")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pipeline import bench
+
+    return bench.run(options.benchmark, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training: the LightningModule and all around it."""

@@ -1,0 +1,81 @@
+"""Small agreements between ranks; without a process group each is the identity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import UserError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return this process's rank, also before the process group exists (then as the launcher's variables say)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def group() -> bool:
+    """Return whether there are other ranks to agree with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def total(tensor: Tensor) -> Tensor:
+    """Return the sum over ranks."""
+    return _reduced(tensor, dist.ReduceOp.SUM) if group() else tensor
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Return the mean over ranks."""
+    return total(tensor) / dist.get_world_size() if group() else tensor
+
+
+def smallest(tensor: Tensor) -> Tensor:
+    """Return the minimum over ranks."""
+    return _reduced(tensor, dist.ReduceOp.MIN) if group() else tensor
+
+
+def largest(number: int, device: torch.device) -> int:
+    """Return the largest of the ranks' numbers, so that all act on what one has seen."""
+    if not group():
+        return number
+    return int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MAX))
+
+
+def from_first(value: T) -> T:
+    """Return rank 0's value of a small plain object."""
+    if not group():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def first_decides(decide: Callable[[], T]) -> T:
+    """Return what ``decide`` returns on rank 0, or raise the UserError that it raises there, on every rank."""
+    outcome: tuple[T | None, UserError | None] = (None, None)
+    if rank() == 0:
+        try:
+            outcome = (decide(), None)
+        except UserError as error:
+            outcome = (None, error)
+    value, refusal = from_first(outcome)
+    if refusal is not None:
+        raise refusal
+    return value  # type: ignore[return-value]
+
+
+def _reduced(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result, op=how)
+    return result

@@ -1,0 +1,16 @@
+"""What the user reads while a run goes on."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+from pipeline.training import distributed
+
+
+def say(line: str) -> None:
+    """Print a line on rank 0, without breaking a progress bar."""
+    if distributed.rank() == 0:
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()

@@ -1,0 +1,129 @@
+"""``backfeed train``: checks a run, takes its folder, runs it to its end or to a signal."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline import models
+from pipeline.config import Config
+from pipeline.data.manifest import Manifest, check_shards
+from pipeline.errors import ConfigError, RunError
+from pipeline.models import Architecture, ArchitectureConfig
+from pipeline.runs.folder import Resume, RunFolder
+from pipeline.training import distributed
+from pipeline.training.assembly import Assembly
+from pipeline.training.module import draw_weights
+from pipeline.training.screen import say
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of ``train`` ended.
+
+    Attributes:
+        folder: the run's folder.
+        step: optimiser steps done.
+        signal: the signal on which it stopped, or 0.
+    """
+
+    folder: Path
+    step: int
+    signal: int = 0
+
+
+def train(config: Config, resume: Resume = "never") -> Outcome:
+    """Train a run from its start, or from its newest whole checkpoint, to its end.
+
+    Args:
+        config: the run, checked.
+        resume: see ``RunFolder.open``.
+
+    Raises:
+        UserError: whatever a user can mend, in one line.
+    """
+    manifest = Manifest.load(config.data.path)
+    check_shards(
+        manifest, [config.data.train_split, *([config.validation.split] if config.validation.every_steps else [])]
+    )
+    config = replace(config, model=with_vocabulary(config.model, manifest))
+    if config.training.threads:
+        torch.set_num_threads(config.training.threads)
+    folder = RunFolder(config.run.folder)
+    model = models.build(config.model)
+    try:
+        if distributed.rank() == 0:
+            folder.open(config, resume)
+            check_space(folder, model, config)
+        return fit(config, folder, manifest, model)
+    finally:
+        folder.close()
+
+
+def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> ArchitectureConfig:
+    """Return the model's settings with the vocabulary that the data ask for.
+
+    Raises:
+        ConfigError: the model's is smaller than the tokenizer's.
+    """
+    size = manifest.tokenizer.vocab_size
+    if model.vocab_size is None:
+        return replace(model, vocab_size=size)
+    if model.vocab_size < size:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size}, but the tokenizer of {manifest.folder} has {size} ids; leave it "
+            "out, or set at least that many"
+        )
+    return model
+
+
+def check_space(folder: RunFolder, model: Architecture, config: Config) -> None:
+    """Raise RunError if the checkpoints that will lie side by side do not fit on the disk."""
+    one = 3 * sum(4 * parameter.numel() for parameter in model.parameters())  # weights and two moments in float32
+    needed = one * max(1, config.checkpoint.keep_last + 1 - len(folder.checkpoints.list()))
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise RunError(
+            f"{folder.path} has {free / 1e9:.2f} GB free; checkpoint.keep_last={config.checkpoint.keep_last} needs "
+            f"{needed / 1e9:.2f} GB; free some or set run.root to another disk"
+        )
+
+
+def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architecture) -> Outcome:
+    """Train in an opened folder; see ``train``."""
+    found = folder.checkpoints.list()
+    if found and found[-1].step >= config.training.steps:
+        newest = folder.checkpoints.newest_whole()  # a damaged last one is trained again
+        if newest is not None and newest.step >= config.training.steps:
+            say(f"{folder.path} is complete at step {newest.step}: nothing is left to train")
+            return Outcome(folder.path, newest.step)
+    quieten()
+    draw_weights(model, config.run.seed)
+    assembly = Assembly(config, folder, manifest, model)
+    assembly.greet(found[-1].step if found else 0)
+    try:
+        assembly.trainer.fit(
+            assembly.module,
+            train_dataloaders=assembly.loader,
+            ckpt_path=folder.checkpoints.folder if found else None,
+            weights_only=True,
+        )
+    finally:
+        assembly.close()
+    return Outcome(folder.path, assembly.trainer.global_step, assembly.interruption.signal)
+
+
+def quieten() -> None:
+    """Keep Lightning from advice that is taken already: its lines would hide ours."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        "Your `IterableDataset` has `__len__` defined",  # the loader deals its micro-batches out itself
+        "The 'train_dataloader' does not have many workers",  # data.workers is the user's choice
+        ".*isinstance.treespec, LeafSpec.. is deprecated",  # Lightning's own affair with torch
+    ):
+        warnings.filterwarnings("ignore", message)
