@@ -4,10 +4,11 @@ Position t sees its token and a state made at position t - 1:
 
     s_t = F(x_t, s_{t-1}, memory of positions < t)
 
-An architecture says what F is by four methods. ``prepare`` does all that needs tokens alone, for all positions at once.
-``advance`` is the one primitive: given inputs at some positions, the state fed back to them and the memory of others,
-it returns their states. One position is decoding, B positions a chunk, all positions a pass; so training and inference
-run the same code. ``readout`` maps states to logits. Solvers decide in which order ``advance`` is called.
+An architecture says what F is by a few methods. ``prepare`` does all that needs tokens alone, for all positions at once
+(``prepare_feedback`` what only feedback needs of it). ``advance`` is the one primitive: given inputs at some positions,
+the state fed back to them and the memory of others, it returns their states. One position is decoding, B positions a
+chunk, all positions a pass; so training and inference run the same code. ``readout`` maps states to logits. Solvers
+decide in which order ``advance`` is called.
 
 A new architecture is one new file that fills this contract, its FLOPs, initialisation and settings included.
 """
@@ -144,6 +145,10 @@ class Architecture(nn.Module, ABC):
             The inputs, and the memory with these positions added to what ``prepare`` keeps.
         """
 
+    def prepare_feedback(self, inputs: Inputs) -> Inputs:
+        """Add what needs tokens alone and feedback alone needs, so that a pass without feedback does not pay for it."""
+        return inputs
+
     def initial_state(self, rows: int) -> Tensor:
         """Return the state fed back to the first position of a document, [R, 1, d]."""
         raise NotImplementedError(f"{type(self).__name__} feeds nothing back")
@@ -166,10 +171,14 @@ class Architecture(nn.Module, ABC):
         return self.readout_layer(states, self.embedding)
 
     @abstractmethod
-    def flops_per_token(self, length: int, *, feedback: bool) -> float:
+    def flops_per_token(self, length: int, *, feedback: float) -> float:
         """Return the forward FLOPs of one token, averaged over a row of ``length`` tokens in one document.
 
         Products alone are counted, a multiply and an add as two; attention counts the keys that are visible.
+
+        Args:
+            length: tokens of the row.
+            feedback: states fed back per token: 1 in the exact recurrence, 1 / B where B tokens share one, 0 without.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ of its own that nobody looks at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class Inputs:
         if self.valid is None:
             return self.index
         return self.index.masked_fill(~self.valid, -1)
+
+    def with_values(self, **values: Tensor) -> Inputs:
+        """Return the same positions with more tensors [rows or 1, n, ...] to them."""
+        return replace(self, values={**self.values, **values})
 
     def cut(self, start: int, stop: int, row_stop: int) -> Inputs:
         """Return positions ``start`` to ``stop``, counted within these inputs; no row index reaches ``row_stop``."""

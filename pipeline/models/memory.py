@@ -1,7 +1,8 @@
 """Keys and values of earlier positions, for all layers of one stack.
 
 ``advance`` opens a memory for the positions at hand (``step``), joins each layer's new keys and values to the old ones,
-and closes it. A memory that has been stepped stays as it was, so that a segment of time can be computed again.
+and closes it. A memory that has been stepped stays as it was, so that a segment of time can be computed again; one with
+a capacity lends its buffers to the next, so only the newest of those may go on.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ the merge is left out, z = e_t). All three have the same weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -94,6 +95,13 @@ class Merge(nn.Module):
         # once. The second reads r as W_s does: one product for both.
         self.entry_gate = nn.Linear(width, width)
         self.state = nn.Linear(width, 2 * width, bias=False)
+
+    def init_weights(self, factor: float, generator: torch.Generator | None) -> None:
+        """Draw W_g by its fan-in, that of [e; r], and W_s by its own."""
+        width = self.entry_gate.in_features
+        init_linear(self.entry_gate, factor, 2 * width, generator)
+        init_linear(self.state, factor, width, generator)
+        nn.init.normal_(self.state.weight[:width], std=factor / math.sqrt(2 * width), generator=generator)
 
     def forward(self, entry: Tensor, gate: Tensor, state: Tensor) -> Tensor:
         """Merge entry [R, n, d], with its half of the gate, and state [R, n or 1, d]."""
@@ -209,17 +217,17 @@ class RLT(Architecture):
         )
         return {
             "plain": base,
-            "grouped": replace(base, heads=4, kv_heads=2, head_dim=6, memory_groups=2, qk_norm=False),
+            "grouped": replace(base, heads=4, kv_heads=2, head_dim=6, decoder_layers=3, memory_groups=2, qk_norm=False),
             "tied": replace(base, encoder_layers=2, tied_stacks=True, tied_head=False),
             "memoryless": replace(base, encoder_layers=2, decoder_layers=0),
             "one_position_window": replace(base, window=1, decoder_layers=1),
         }
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew; the merge's matrices are scaled by the fan-in of [e; r]."""
+        """Draw all weights anew, in a fixed order."""
         super().init_weights(generator)
         nn.init.normal_(self.initial, std=self.config.embedding_std, generator=generator)
-        init_linear(self.merge.entry_gate, self.config.hidden_std_factor, 2 * self.config.width, generator)
+        self.merge.init_weights(self.config.hidden_std_factor, generator)
 
     def new_memory(self, capacity: int | None = None) -> Memory:
         """Return empty memories: the encoder's keys and values, the memory read from it, the decoder's window."""
@@ -236,7 +244,7 @@ class RLT(Architecture):
     def prepare(
         self, tokens: Tensor, index: Tensor, starts: Tensor | None, memory: Memory | None = None
     ) -> tuple[Inputs, Memory]:
-        """Run the encoder, its memory and the token's half of the gate; see ``Architecture.prepare``."""
+        """Run the encoder and make its memory; see ``Architecture.prepare``."""
         x, values = self.embed(tokens, index, starts)
         stop = tokens.shape[1] + (0 if memory is None else memory["encoder"].length)
         inputs = Inputs(index, starts, stop, values)
@@ -246,8 +254,11 @@ class RLT(Architecture):
             step = memory["shared"].step(inputs)
             shared = [step.join(key, value) for key, value in shared]
             memory = {**memory, "encoder": encoder, "shared": step.close()}
-        values = {**values, "entry": entry, "gate": self.merge.entry_gate(entry)}
-        return Inputs(index, starts, stop, values, tuple(shared)), memory or {}
+        return Inputs(index, starts, stop, {**values, "entry": entry}, tuple(shared)), memory or {}
+
+    def prepare_feedback(self, inputs: Inputs) -> Inputs:
+        """Add the token's half of the gate; see ``Architecture.prepare_feedback``."""
+        return inputs.with_values(gate=self.merge.entry_gate(inputs.values["entry"]))
 
     def advance(self, inputs: Inputs, feedback: Tensor | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
         """Merge the state and run the decoder; see ``Architecture.advance``. Without feedback this is RLT-0."""
@@ -290,7 +301,7 @@ class RLT(Architecture):
         yield from self.merge.parameters()
         yield self.initial
 
-    def flops_per_token(self, length: int, *, feedback: bool) -> float:
+    def flops_per_token(self, length: int, *, feedback: float) -> float:
         """Return the forward FLOPs of a token; see ``Architecture.flops_per_token``."""
         config = self.settings
         blocks: list[nn.Module] = list(self.encoder if config.tied_stacks else self.decoder)
@@ -298,7 +309,8 @@ class RLT(Architecture):
         keys = mean_visible(length, config.window) + mean_visible(length)
         return (
             stack_flops(self.encoder, config, length)
-            + matmul_flops(self.memory, self.merge if feedback else None)
+            + matmul_flops(self.memory)
+            + (matmul_flops(self.merge.entry_gate) + feedback * matmul_flops(self.merge.state) if feedback else 0)
             + decoder
             + config.decoder_layers * attention_flops(config, keys)
             + readout_flops(self)

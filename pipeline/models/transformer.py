@@ -114,7 +114,7 @@ class Transformer(Architecture):
         x, kept = self.blocks.run(self, inputs.values["x"], inputs, None if memory is None else memory["blocks"])
         return x, {} if kept is None else {"blocks": kept}
 
-    def flops_per_token(self, length: int, *, feedback: bool) -> float:
+    def flops_per_token(self, length: int, *, feedback: float) -> float:
         """Return the forward FLOPs of a token; see ``Architecture.flops_per_token``."""
         return stack_flops(self.blocks, self.config, length) + readout_flops(self)
 

@@ -149,7 +149,7 @@ class Solver(ABC):
 
     def flops_per_token(self, model: Architecture, length: int) -> float:
         """Return the forward FLOPs of one token in a row of ``length`` tokens; see ``Architecture``."""
-        return model.flops_per_token(length, feedback=self.feeds_back)
+        return model.flops_per_token(length, feedback=float(self.feeds_back))
 
 
 SOLVERS: Registry[type[Solver]] = Registry("solver")

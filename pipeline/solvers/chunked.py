@@ -102,8 +102,11 @@ class Chunked(Solver):
         """Compute the states chunk by chunk; see ``Solver.run``."""
         index, starts = place(tokens, starts, carry)
         inputs, memory = model.prepare(tokens, index, starts, None if carry is None else carry.memory)
-        if carry is None or carry.register is None:
+        inputs = model.prepare_feedback(inputs)
+        if carry is None:
             memory, register = model.new_memory(), model.initial_state(tokens.shape[0])
+        elif carry.register is None:
+            raise ValueError("the carry comes from a solver without feedback; begin with this solver's new_carry")
         else:
             register = carry.register
         offset = 0 if carry is None else carry.length
@@ -117,6 +120,10 @@ class Chunked(Solver):
         if carry is None:
             return Solution(states)
         return Solution(states, replace(carry, memory=memory, length=inputs.stop, register=register))
+
+    def flops_per_token(self, model: Architecture, length: int) -> float:
+        """Return the forward FLOPs of one token; all positions of a chunk share one state."""
+        return model.flops_per_token(length, feedback=math.ceil(length / self.interval) / length)
 
     def _loop(
         self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Tensor

@@ -1,0 +1,297 @@
+"""Every registered architecture, in every variant, under every solver that fits it, keeps the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.models import ARCHITECTURES, RLT, Transformer
+from pipeline.models.inputs import Inputs
+from pipeline.solvers import SOLVERS
+from tests.models import contract, oracles
+from tests.models.cases import SEEDS, SETTINGS, Case, all_cases, solver_config
+from tests.models.contract import CHECKS, Check
+
+# Checks that cost most see one seed in each case; different cases still see different models.
+SLOW = {contract.check_decoding, contract.check_documents, contract.check_activation_checkpointing}
+SLOW |= {contract.check_gradients, contract.check_gradient_hooks, contract.check_left_padding}
+SLOW |= {contract.check_oracle_on_documents, contract.check_finite_differences, contract.check_bfloat16}
+
+CASES = all_cases()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case, check: Check):
+    for seed in SEEDS[:1] if check in SLOW else SEEDS:
+        check(case.cls, case.config, case.solver, seed)
+
+
+def test_everything_registered_is_covered():
+    assert set(SETTINGS) == set(SOLVERS)
+    assert set(oracles.ORACLES) == set(ARCHITECTURES)
+    for name, cls in ARCHITECTURES.items():
+        assert any(case.architecture == name for case in CASES)
+        for config in cls.variants().values():
+            assert config.architecture == name
+            config.check()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_build_makes_what_is_named(case: Case):
+    with torch.device("meta"):
+        assert type(ARCHITECTURES[case.config.architecture](case.config)) is case.cls
+
+
+# ---------------------------------------------------------------- broken on purpose: each check must catch its fault
+
+
+def with_values(inputs: Inputs, **values) -> Inputs:
+    return replace(inputs, values={**inputs.values, **values})
+
+
+class Peeking(RLT):
+    """Adds a little of the next position's entry, where one is at hand."""
+
+    def advance(self, inputs, feedback, memory=None):
+        entry = inputs.values["entry"]
+        following = torch.cat([entry[:, 1:], torch.zeros_like(entry[:, :1])], dim=1)
+        return super().advance(with_values(inputs, entry=entry + 1e-3 * following), feedback, memory)
+
+
+class PeekingEncoder(RLT):
+    """Lets the encoder's memory of the whole row leak into every position."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        inputs, memory = super().prepare(tokens, index, starts, memory)
+        entry = inputs.values["entry"]
+        return with_values(inputs, entry=entry + 1e-6 * entry.mean(dim=1, keepdim=True)), memory
+
+
+class Deaf(Transformer):
+    """Does not see its own token, only those before."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        inputs, memory = super().prepare(tokens, index, starts, memory)
+        x = inputs.values["x"]
+        return with_values(inputs, x=torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)), memory
+
+
+class OtherDecoder(RLT):
+    """Computes single positions in another way than chunks."""
+
+    def advance(self, inputs, feedback, memory=None):
+        if inputs.length == 1:
+            inputs = with_values(inputs, entry=1.001 * inputs.values["entry"])
+        return super().advance(inputs, feedback, memory)
+
+
+class ShortWindow(RLT):
+    """Forgets the oldest position that its window should still reach."""
+
+    def new_memory(self, capacity=None):
+        memory = super().new_memory(capacity)
+        memory["decoder"].window = self.settings.window - 1
+        return memory
+
+
+class Wordless(RLT):
+    """Decodes without the encoder's memory of earlier calls."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        inputs, after = super().prepare(tokens, index, starts, memory)
+        if memory is None or memory["shared"].length == 0:
+            return inputs, after
+        old = memory["shared"].length
+        shared = tuple(
+            (torch.cat([0 * key[:, :, :old], key[:, :, old:]], dim=2), value) for key, value in inputs.shared
+        )
+        return replace(inputs, shared=shared), after
+
+
+class Mixing(RLT):
+    """Lets rows see each other."""
+
+    def advance(self, inputs, feedback, memory=None):
+        entry = inputs.values["entry"]
+        entry = entry + 1e-4 * entry.mean(dim=0, keepdim=True)
+        return super().advance(with_values(inputs, entry=entry), feedback, memory)
+
+
+class Leaking(RLT):
+    """Ignores where documents begin."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        return super().prepare(tokens, index, None, memory)
+
+
+class Unreset(RLT):
+    """Feeds the last state of the document before to the first position of the next."""
+
+    def initial_state(self, rows):
+        return super().initial_state(rows) if not hasattr(self, "begun") else self.begun
+
+    def advance(self, inputs, feedback, memory=None):
+        states, memory = super().advance(inputs, feedback, memory)
+        self.begun = states[:, -1:].detach()
+        return states, memory
+
+
+class Impure(RLT):
+    """Counts its calls into its result, so that computing again gives something else."""
+
+    calls = 0
+
+    def advance(self, inputs, feedback, memory=None):
+        type(self).calls += 1
+        entry = inputs.values["entry"] * (1 + 1e-3 * self.calls)
+        return super().advance(with_values(inputs, entry=entry), feedback, memory)
+
+
+class Detached(RLT):
+    """Stops the gradient through the register."""
+
+    def advance(self, inputs, feedback, memory=None):
+        return super().advance(inputs, None if feedback is None else feedback.detach(), memory)
+
+
+class Reentrant(Transformer):
+    """Uses a layer twice, in two blocks with a backward of their own each."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks[1].ffn = self.blocks[0].ffn
+
+    def run_block(self, block, *args, parallel):
+        return checkpoint(block, *args, use_reentrant=True)
+
+
+class Sleepless(RLT):
+    """Calls nothing dormant."""
+
+    def dormant_parameters(self):
+        yield from ()
+
+
+class Cheap(RLT):
+    """Forgets to count the merge."""
+
+    def flops_per_token(self, length, *, feedback):
+        return super().flops_per_token(length, feedback=False)
+
+
+class CheapWindow(RLT):
+    """Counts the window as if it were always full."""
+
+    def flops_per_token(self, length, *, feedback):
+        config = self.settings
+        full = 4.0 * config.heads * config.head_width * config.decoder_layers * config.window
+        windowed = sum(min(config.window, position + 1) for position in range(length)) / length
+        return super().flops_per_token(length, feedback=feedback) + full * (1 - windowed / config.window)
+
+
+class Twice(RLT):
+    """Runs the encoder twice."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        super().prepare(tokens, index, starts, None)
+        return super().prepare(tokens, index, starts, memory)
+
+
+class Halved(RLT):
+    """Lists a part too few."""
+
+    def parts(self):
+        return {name: number for name, number in super().parts().items() if name != "merge"}
+
+
+class Undrawn(RLT):
+    """Leaves the initial state undrawn."""
+
+    def init_weights(self, generator=None):
+        before = self.initial.detach().clone()
+        super().init_weights(generator)
+        with torch.no_grad():
+            self.initial.copy_(before)
+
+
+class HalfPrecisionTables(RLT):
+    """Makes rotation tables in the autocast dtype."""
+
+    def prepare(self, tokens, index, starts, memory=None):
+        inputs, memory = super().prepare(tokens, index, starts, memory)
+        if not torch.is_autocast_enabled("cpu"):
+            return inputs, memory
+        cos, sin = (inputs.values[name].bfloat16() for name in ("cos", "sin"))
+        return with_values(inputs, cos=cos, sin=sin), memory
+
+
+class Coarse(RLT):
+    """Rounds to bfloat16 where the model is in single precision."""
+
+    def advance(self, inputs, feedback, memory=None):
+        entry = inputs.values["entry"]
+        if entry.dtype == torch.float32:
+            entry = entry.bfloat16().float()
+        return super().advance(with_values(inputs, entry=entry), feedback, memory)
+
+
+PARALLEL = solver_config("parallel")
+EXACT, THIRDS = solver_config("chunked", interval=1), solver_config("chunked", interval=3)
+
+BROKEN = [
+    (Peeking, "plain", PARALLEL, contract.check_oracle),
+    (Peeking, "plain", PARALLEL, contract.check_causality),
+    (Peeking, "plain", THIRDS, contract.check_causality),
+    (Peeking, "plain", THIRDS, contract.check_appending),
+    (PeekingEncoder, "plain", EXACT, contract.check_causality),
+    (PeekingEncoder, "plain", EXACT, contract.check_appending),
+    (PeekingEncoder, "plain", EXACT, contract.check_decoding),
+    (Deaf, "plain", PARALLEL, contract.check_causality),
+    (OtherDecoder, "plain", PARALLEL, contract.check_decoding),
+    (OtherDecoder, "plain", THIRDS, contract.check_decoding),
+    (OtherDecoder, "plain", THIRDS, contract.check_left_padding),
+    (ShortWindow, "plain", EXACT, contract.check_oracle),
+    (ShortWindow, "plain", THIRDS, contract.check_decoding),
+    (ShortWindow, "plain", PARALLEL, contract.check_decoding),
+    (Wordless, "plain", EXACT, contract.check_decoding),
+    (Mixing, "plain", EXACT, contract.check_batch),
+    (Leaking, "plain", PARALLEL, contract.check_documents),
+    (Leaking, "plain", EXACT, contract.check_documents),
+    (Leaking, "plain", THIRDS, contract.check_left_padding),
+    (Leaking, "plain", EXACT, contract.check_oracle_on_documents),
+    (Unreset, "plain", EXACT, contract.check_documents),
+    (Impure, "plain", EXACT, contract.check_activation_checkpointing),
+    (Detached, "plain", EXACT, contract.check_gradients),
+    (Detached, "plain", EXACT, contract.check_finite_differences),
+    (Reentrant, "plain", PARALLEL, contract.check_gradient_hooks),
+    (Sleepless, "plain", PARALLEL, contract.check_dormant),
+    (Cheap, "plain", EXACT, contract.check_flops),
+    (Cheap, "plain", EXACT, contract.check_flops_run),
+    (CheapWindow, "plain", EXACT, contract.check_flops),
+    (Twice, "plain", EXACT, contract.check_flops_run),
+    (Halved, "plain", EXACT, contract.check_parts),
+    (Undrawn, "plain", EXACT, contract.check_init),
+    (Coarse, "plain", EXACT, contract.check_float32),
+    (HalfPrecisionTables, "plain", EXACT, contract.check_bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "variant", "solver", "check"),
+    [
+        pytest.param(*each, id=f"{each[0].__name__}-{each[2].name}-{each[3].__name__}-{n}")
+        for n, each in enumerate(BROKEN)
+    ],
+)
+def test_broken_architectures_are_caught(cls, variant, solver, check):
+    """``test_contract`` shows that the same check passes for the architecture from which the broken one was made."""
+    with pytest.raises(AssertionError):
+        check(cls, cls.variants()[variant], solver, 0)
+
+
+def test_every_check_catches_something():
+    assert {check for *_, check in BROKEN} == set(CHECKS)
