@@ -45,6 +45,7 @@ class Progress:
         self._start = self._last = time.monotonic()
         self._fields: dict[str, Any] = {}
         self._closed = False
+        self._printed: float | None = None
         self._bar = self._terminal_bar() if self._stream.isatty() else None
 
     def _terminal_bar(self) -> tqdm:
@@ -76,11 +77,11 @@ class Progress:
         self._closed = True
         if self._bar is not None:
             self._bar.close()
-        else:
+        elif self._printed != self.done or self.done != self.total:
             self._print_line()
 
     def _print_line(self) -> None:
-        self._last = time.monotonic()
+        self._last, self._printed = time.monotonic(), self.done
         self._stream.write(self._line() + "\n")
         self._stream.flush()
 

@@ -82,7 +82,7 @@ def evaluate(
         token_bytes: bytes that each token id stands for, 0 for special tokens, int64 [V].
         reduce: sums a float64 tensor over all ranks.
         precision: context in which the model runs (autocast).
-        advanced: told the number of rows after each batch.
+        advanced: told the number of rows, without those that only fill up, after each batch.
     """
     device = model.embedding.weight.device
     token_bytes = token_bytes.to(device)
@@ -100,7 +100,7 @@ def evaluate(
             size = token_bytes[targets] * valid
             sums += torch.stack([losses.sum(), valid.sum().double(), (losses * (size > 0)).sum(), size.sum().double()])
             if advanced is not None:
-                advanced(tokens.shape[0])
+                advanced(int(valid.any(dim=1).sum()))
     finally:
         model.train(was_training)
     if reduce is not None:

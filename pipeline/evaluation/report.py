@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ class Row:
     seconds: float
 
 
-def modes(trained: TrainedModel) -> list[tuple[str, Solver]]:
-    """Return the solvers to evaluate with: the training mode, and the exact recurrence where it is another one."""
-    exact = solvers.sequential(trained.solver)
-    found = [("training", trained.solver)]
-    return found if describe(exact) == describe(trained.solver) else [*found, ("sequential", exact)]
-
-
 def report(trained: TrainedModel, split: str, *, data: Path | None = None, tokens: int = 0) -> list[Row]:
     """Evaluate a trained model.
 
@@ -78,13 +71,17 @@ def report(trained: TrainedModel, split: str, *, data: Path | None = None, token
         limit_tokens=tokens,
     )
     token_bytes = torch.from_numpy(load_token_bytes(manifest))
-    found = []
-    for mode, solver in modes(trained):
+
+    def measured(mode: str, solver: Solver) -> Row:
         begin = time.perf_counter()
         with Progress(stream.rows, "rows", mode) as progress:
             sums = evaluate(trained.model, solver, EvaluationLoader(stream), token_bytes, advanced=progress.advance)
-        found.append(Row(mode, describe(solver), sums, time.perf_counter() - begin))
-    return found
+        return Row(mode, describe(solver), sums, time.perf_counter() - begin)
+
+    training, exact = measured("training", trained.solver), solvers.sequential(trained.solver)
+    if describe(exact) == training.solver:  # nothing to measure twice
+        return [training, replace(training, mode="sequential")]
+    return [training, measured("sequential", exact)]
 
 
 def describe(solver: Solver) -> str:

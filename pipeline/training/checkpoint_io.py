@@ -72,5 +72,8 @@ def newest(store: Path) -> Path:
 
 
 def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors as safetensors."""
+    """Write tensors as safetensors, readable by whoever may read the rest of the run."""
+    path.touch()
+    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+    path.chmod(mode)
