@@ -11,6 +11,7 @@ wandb/, tensorboard/ where switched on
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -26,6 +27,7 @@ from pipeline.files import write_atomically
 from pipeline.runs.checkpoints import CheckpointStore
 from pipeline.runs.environment import environment, git_state
 
+LOCK = ".lock"
 Resume = Literal["auto", "never", "must"]
 
 
@@ -40,6 +42,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints")
         self._lock: IO[str] | None = None
+        self._made: list[Path] = []
 
     @property
     def config_file(self) -> Path:
@@ -67,7 +70,7 @@ class RunFolder:
         return config_files.load(Config, [self.config_file], [])
 
     def open(self, config: Config, resume: Resume) -> None:
-        """Take the folder for training: lock it, check that it is this run's, record configuration and environment.
+        """Take the folder for training: lock it, and check that it is this run's. Nothing is recorded yet.
 
         Args:
             config: resolved configuration.
@@ -84,20 +87,28 @@ class RunFolder:
             raise RunError(f"{self.path} already holds a run; go on with --resume auto, or choose another run.name")
         if not begun and resume == "must":
             raise RunError(f"{self.path} holds no run to resume; check run.name and run.root, or use --resume auto")
+        self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         if begun:
             self._check_same(config)
-        else:
+
+    def record(self, config: Config) -> None:
+        """Write down that the run begins, or goes on: identity, configuration and environment.
+
+        Called when nothing stands in the way of training any more, so that a failed start leaves no run behind.
+        """
+        self._made = []
+        self.checkpoints.remove_unfinished()
+        if not self.exists():
             record = {"id": uuid.uuid4().hex[:8], "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             write_atomically(self.path / "run.json", json.dumps(record, indent=1) + "\n")
-        self.checkpoints.remove_unfinished()
         self._record_environment()
         config_files.save(config, self.config_file)
 
     def _take_lock(self) -> None:
         """Hold the run's lock until the process ends, however it ends."""
-        lock = (self.path / ".lock").open("a+")
+        lock = (self.path / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -110,10 +121,16 @@ class RunFolder:
         self._lock = lock
 
     def close(self) -> None:
-        """Give the lock back."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Give the lock back, and remove the folder if this process made it and recorded nothing."""
+        if self._lock is None:
+            return
+        if self._made:
+            (self.path / LOCK).unlink(missing_ok=True)
+            for made in self._made:
+                with contextlib.suppress(OSError):  # somebody else has put something there
+                    made.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def _check_same(self, config: Config) -> None:
         """Raise RunError, naming the first setting, if ``config`` is another run's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pipeline import solvers
 from pipeline.config import Config
@@ -11,6 +12,7 @@ from pipeline.data.loader import EvaluationLoader, StreamLoader
 from pipeline.data.manifest import Manifest
 from pipeline.data.stream import EvaluationStream, TrainStream
 from pipeline.data.tokenizer import Tokenizer, load_token_bytes
+from pipeline.errors import ConfigError
 from pipeline.models import Architecture
 from pipeline.progress import Progress
 from pipeline.runs.folder import RunFolder
@@ -74,6 +76,15 @@ class Assembly:
         return [*first, self._metrics, *validation, self._checkpointing, self.interruption]
 
     def _trainer(self) -> pl.Trainer:
+        try:
+            return self._make_trainer()
+        except (MisconfigurationException, RuntimeError, ValueError) as error:
+            training = self.config.training
+            reason = str(error).strip().splitlines()[0]
+            asked = f"accelerator={training.accelerator}, devices={training.devices}, nodes={training.nodes}"
+            raise ConfigError(f"training.{asked} cannot be had here: {reason}") from None
+
+    def _make_trainer(self) -> pl.Trainer:
         training = self.config.training
         return pl.Trainer(
             accelerator=training.accelerator,
@@ -86,7 +97,7 @@ class Assembly:
             max_epochs=-1,
             accumulate_grad_batches=training.accumulation,
             log_every_n_steps=1,
-            logger=loggers.build(self.config, self.folder) if distributed.rank() == 0 else False,
+            logger=False,
             default_root_dir=self.folder.path,
             limit_val_batches=0,
             num_sanity_val_steps=0,
@@ -95,6 +106,10 @@ class Assembly:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+
+    def start_logging(self) -> None:
+        """Open the loggers, which write into the run's folder."""
+        self.trainer.loggers = loggers.build(self.config, self.folder)
 
     def _rows(self, tokens: int) -> int:
         return tokens // self.config.data.sequence_length

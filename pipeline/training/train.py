@@ -59,7 +59,6 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     try:
         if distributed.rank() == 0:
             folder.open(config, resume)
-            check_space(folder, model, config)
         return fit(config, folder, manifest, model)
     finally:
         folder.close()
@@ -105,6 +104,10 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
     quieten()
     draw_weights(model, config.run.seed)
     assembly = Assembly(config, folder, manifest, model)
+    if distributed.rank() == 0:
+        check_space(folder, model, config)
+        folder.record(config)
+        assembly.start_logging()
     assembly.greet(found[-1].step if found else 0)
     try:
         assembly.trainer.fit(
@@ -113,6 +116,8 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
             ckpt_path=folder.checkpoints.folder if found else None,
             weights_only=True,
         )
+    except SystemExit:  # Lightning's answer to Ctrl-C before the first step, or to a second one
+        raise KeyboardInterrupt from None
     finally:
         assembly.close()
     return Outcome(folder.path, assembly.trainer.global_step, assembly.interruption.signal)

@@ -16,10 +16,25 @@ def config(tmp_path):
     return run_config(tmp_path / "runs", tmp_path / "data")
 
 
+def begin(folder, config, resume):
+    folder.open(config, resume)
+    folder.record(config)
+
+
+def test_a_start_that_failed_leaves_nothing(tmp_path, config):
+    folder = RunFolder(config.run.folder)
+    folder.open(config, "never")
+    assert not folder.exists()
+    with pytest.raises(RunError, match="is in use"):
+        RunFolder(config.run.folder).open(config, "never")
+    folder.close()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_new_run(tmp_path, config):
     folder = RunFolder(config.run.folder)
     assert not folder.exists()
-    folder.open(config, "never")
+    begin(folder, config, "never")
     assert folder.config() == config
     assert config_files.load(Config, [folder.config_file], []) == config
     (start,) = json.loads((folder.path / "environment.json").read_text())
@@ -29,11 +44,11 @@ def test_a_new_run(tmp_path, config):
 
 def test_identity_stays_and_starts_add_up(config):
     first = RunFolder(config.run.folder)
-    first.open(config, "auto")
+    begin(first, config, "auto")
     run_id = first.id
     first.close()
     again = RunFolder(config.run.folder)
-    again.open(config, "must")
+    begin(again, config, "must")
     assert again.id == run_id
     assert len(json.loads((again.path / "environment.json").read_text())) == 2
 
@@ -50,7 +65,7 @@ def test_identity_stays_and_starts_add_up(config):
 )
 def test_another_configuration_is_refused(tmp_path, config, override, message):
     folder = RunFolder(config.run.folder)
-    folder.open(config, "never")
+    begin(folder, config, "never")
     folder.close()
     before = folder.config_file.read_bytes()
     with pytest.raises(RunError, match="belongs to another configuration") as caught:
@@ -65,11 +80,11 @@ def test_another_configuration_is_refused(tmp_path, config, override, message):
 )
 def test_what_may_change_on_resume(tmp_path, config, override):
     folder = RunFolder(config.run.folder)
-    folder.open(config, "never")
+    begin(folder, config, "never")
     folder.close()
     changed = run_config(tmp_path / "runs", tmp_path / "data", override)
     again = RunFolder(config.run.folder)
-    again.open(changed, "auto")
+    begin(again, changed, "auto")
     assert again.config() == changed
 
 
@@ -77,7 +92,7 @@ def test_refusals(tmp_path, config):
     with pytest.raises(RunError, match="holds no run to resume"):
         RunFolder(config.run.folder).open(config, "must")
     held = RunFolder(config.run.folder)
-    held.open(config, "never")
+    begin(held, config, "never")
     with pytest.raises(RunError, match="already holds a run"):
         RunFolder(config.run.folder).open(config, "never")
     with pytest.raises(RunError, match="is in use by process"):

@@ -8,12 +8,14 @@ import torch
 
 from pipeline import config_files
 from pipeline.config import Config
-from pipeline.errors import ConfigError, RunError, RunWarning, TrainingError
+from pipeline.errors import ConfigError, RunError, RunWarning, TrainingError, UserError
 from pipeline.evaluation.report import report
 from pipeline.runs.checkpoints import CheckpointStore
 from pipeline.runs.loading import load
 from pipeline.training.train import train
 from tests.support import forget_after, losses, prepare_data, rows, run_config
+
+BATCH = ("training.tokens", "training.batch_tokens", "training.micro_batch_tokens")
 
 
 def run(tmp_path, data, *overrides, resume="never", **options):
@@ -186,6 +188,21 @@ def test_other_data_are_refused_on_resume(tmp_path, data):
     with pytest.raises(Exception, match="fingerprint"):
         run(tmp_path, other, resume="must")
     assert [each.step for each in CheckpointStore(cut.folder / "checkpoints").list()] == [8]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.sequence_length=65536", *(f"{key}=65536" for key in BATCH)], "too few for one row"),
+        ([f"training.accelerator={'mps' if torch.cuda.is_available() else 'cuda'}"], "cannot be had here"),
+        (["validation.split=nowhere"], "has no split 'nowhere'"),
+    ],
+)
+def test_failed_start_leaves_nothing_behind(tmp_path, data, overrides, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, data, *overrides)
+    assert not (tmp_path / "runs").exists()
+    assert run(tmp_path, data)[0].step == 12
 
 
 def test_vocabulary_must_hold_the_tokenizer(tmp_path, data):
