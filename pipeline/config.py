@@ -6,6 +6,7 @@ in that architecture's or solver's own file. ``docs/configuration.md`` is genera
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,14 @@ class RunConfig:
     """Folder that holds the run folders."""
     seed: int = 0
     """Seed of the initial weights, of the order of the data and of everything else that is drawn."""
+
+    def check(self) -> None:
+        """Raise ConfigError unless the name is that of one folder."""
+        if not re.fullmatch(r"[\w][\w.+-]*", self.name):
+            raise ConfigError(
+                f"run.name is {self.name!r}; it names a folder: letters, digits and . _ + - alone, the first a letter, "
+                "digit or _"
+            )
 
     @property
     def folder(self) -> Path:
@@ -158,8 +167,8 @@ class TrainingConfig:
     """``float32``, or ``bf16-mixed``: float32 weights with products in bfloat16."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 leaves them as they are."""
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Kind of device."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of device; ``auto`` takes GPUs where there are some."""
     strategy: Literal["auto", "single", "ddp"] = "auto"
     """``single`` process, or ``ddp`` (replicas with averaged gradients); ``auto`` takes ddp where there are more
     ranks than one."""

@@ -1,4 +1,4 @@
-"""Where inference runs."""
+"""Which device to compute on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ def choose(name: str) -> torch.device:
         ConfigError: there is no such device here.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

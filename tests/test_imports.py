@@ -27,7 +27,7 @@ ALLOWED = {
     "runs": BASE | {"config_files", "config", "data", "models", "solvers"},
     "evaluation": BASE | {"config", "data", "models", "solvers", "runs"},
     "generation": BASE | {"models", "solvers"},
-    "training": BASE | {"config_files", "config", "data", "models", "solvers", "runs", "evaluation"},
+    "training": BASE | {"config_files", "devices", "config", "data", "models", "solvers", "runs", "evaluation"},
     "bench": BASE | {"data", "models", "solvers", "evaluation", "training"},
     "cli": None,  # joins all of them
     "__main__": {"cli"},

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from pipeline import solvers
+from pipeline import devices, solvers
 from pipeline.config import Config
 from pipeline.data.loader import EvaluationLoader, StreamLoader
 from pipeline.data.manifest import Manifest
@@ -86,8 +86,9 @@ class Assembly:
 
     def _make_trainer(self) -> pl.Trainer:
         training = self.config.training
+        accelerator = devices.choose("auto").type if training.accelerator == "auto" else training.accelerator
         return pl.Trainer(
-            accelerator=training.accelerator,
+            accelerator=accelerator,
             devices=training.devices,
             num_nodes=training.nodes,
             strategy=strategies.build(training),

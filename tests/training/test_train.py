@@ -15,6 +15,13 @@ from pipeline.runs.loading import load
 from pipeline.training.train import train
 from tests.support import forget_after, losses, prepare_data, rows, run_config
 
+NINETY_NINE_GPUS = [
+    "training.accelerator=cuda",
+    "training.devices=99",
+    "training.tokens=3168",
+    "training.batch_tokens=3168",
+    "training.micro_batch_tokens=32",
+]
 BATCH = ("training.tokens", "training.batch_tokens", "training.micro_batch_tokens")
 
 
@@ -194,7 +201,7 @@ def test_other_data_are_refused_on_resume(tmp_path, data):
     ("overrides", "message"),
     [
         (["data.sequence_length=65536", *(f"{key}=65536" for key in BATCH)], "too few for one row"),
-        ([f"training.accelerator={'mps' if torch.cuda.is_available() else 'cuda'}"], "cannot be had here"),
+        (NINETY_NINE_GPUS, "cannot be had here"),
         (["validation.split=nowhere"], "has no split 'nowhere'"),
     ],
 )
