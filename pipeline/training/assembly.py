@@ -149,7 +149,7 @@ class Assembly:
     def _training_metrics(self) -> TrainingMetrics:
         training = self.config.training
         dtype = torch.bfloat16 if training.precision == "bf16-mixed" else torch.float32
-        best = peak.measured_peak(self._device, dtype) * training.ranks if distributed.rank() == 0 else 1.0
+        best = peak.measured_peak(self._device, dtype) * training.ranks if distributed.is_first() else 1.0
 
         def progress(step: int) -> Progress:
             batch = training.batch_tokens

@@ -15,14 +15,17 @@ from pipeline.errors import UserError
 T = TypeVar("T")
 
 
-def rank() -> int:
-    """Return this process's rank, also before the process group exists (then as the launcher's variables say)."""
+def is_first() -> bool:
+    """Return whether this is rank 0, also before the process group exists (then as the launcher's variables say)."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0
+        return dist.get_rank() == 0
+    # torchrun sets RANK; Lightning's own launcher NODE_RANK and LOCAL_RANK; srun SLURM_PROCID, which also stands, as 0,
+    # in everything that a batch script starts without srun, and so must come last.
+    for names in (("RANK",), ("NODE_RANK", "LOCAL_RANK"), ("SLURM_PROCID",)):
+        found = [os.environ[name] for name in names if name in os.environ]
+        if found:
+            return set(found) == {"0"}
+    return True
 
 
 def group() -> bool:
@@ -64,7 +67,7 @@ def from_first(value: T) -> T:
 def first_decides(decide: Callable[[], T]) -> T:
     """Return what ``decide`` returns on rank 0, or raise the UserError that it raises there, on every rank."""
     outcome: tuple[T | None, UserError | None] = (None, None)
-    if rank() == 0:
+    if is_first():
         try:
             outcome = (decide(), None)
         except UserError as error:

@@ -11,6 +11,6 @@ from pipeline.training import distributed
 
 def say(line: str) -> None:
     """Print a line on rank 0, without breaking a progress bar."""
-    if distributed.rank() == 0:
+    if distributed.is_first():
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()

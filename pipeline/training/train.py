@@ -57,7 +57,7 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     folder = RunFolder(config.run.folder)
     model = models.build(config.model)
     try:
-        if distributed.rank() == 0:
+        if distributed.is_first():
             folder.open(config, resume)
         return fit(config, folder, manifest, model)
     finally:
@@ -104,7 +104,7 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
     quieten()
     draw_weights(model, config.run.seed)
     assembly = Assembly(config, folder, manifest, model)
-    if distributed.rank() == 0:
+    if distributed.is_first():
         check_space(folder, model, config)
         folder.record(config)
         assembly.start_logging()
