@@ -21,7 +21,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     warnings.formatwarning = one_line_of_warning
     try:
         code = options.run(options)
@@ -38,6 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return fail(describe_os_error(error, error.filename or ""), 1)
     return int(code)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line; settings may stand before and after options, which argparse alone refuses."""
+    root = parser()
+    options, rest = root.parse_known_args(arguments)
+    if rest and (not hasattr(options, "settings") or any(each.startswith("-") for each in rest)):
+        root.error(f"unrecognized arguments: {' '.join(rest)}; see backfeed {options.verb} --help")
+    if rest:
+        options.settings += rest
+    return options
 
 
 def one_line_of_warning(
@@ -75,7 +86,7 @@ def _verb(
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run, verb=name)
     return verb
 
 
@@ -144,9 +155,14 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(config_files.to_yaml(config), end="")
         return 0
+    from pipeline.training import distributed
     from pipeline.training.train import train
 
     outcome = train(config, options.resume)
+    # The first rank speaks for all: a launcher that ends the job at the first failure (srun --kill-on-bad-exit) would
+    # cut it off while it closes its files.
+    if not distributed.is_first():
+        return 0
     if outcome.signal:
         print(f"stopped at step {outcome.step}, saved; go on with the same command and --resume auto")
         return 128 + outcome.signal

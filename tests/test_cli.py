@@ -73,6 +73,16 @@ def test_print_config_is_whole_and_trains_nothing(place, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 
+def test_settings_may_stand_on_both_sides_of_options(place):
+    done = backfeed("train", "config.yaml", "--print-config", "solver.interval=4", "run.seed=3", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "interval: 4" in done.stdout
+    assert "seed: 3" in done.stdout
+    for arguments in (["train", "config.yaml", "--resum", "x", "--nonsense"], ["evaluate", "runs/small", "extra"]):
+        done = backfeed(*arguments, cwd=place)
+        assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_prepare_train_evaluate_generate(tmp_path):
     """A first hour with the tool, text in, text out."""
     write_text(tmp_path / "text", 40)
