@@ -59,6 +59,7 @@ def test_two_ranks_give_the_losses_of_one(tmp_path, data):
     assert one.returncode == 0, one.stderr
     two = backfeed("train", config, "run.name=two", "training.devices=2")
     assert two.returncode == 0, two.stderr
+    assert two.stdout.count("done: step 12") == 1  # one rank speaks
     assert_close(losses(tmp_path / "runs/two"), losses(tmp_path / "runs/one"))
     for found, expected in zip(
         rows(tmp_path / "runs/two", "validation"), rows(tmp_path / "runs/one", "validation"), strict=True

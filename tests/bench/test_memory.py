@@ -1,0 +1,62 @@
+"""Memory is counted right, and checkpointing in time saves what it is for."""
+
+import torch
+
+from pipeline import models
+from pipeline.bench import memory
+from pipeline.bench.live_memory import LiveMemory
+from pipeline.models.rlt import RLTConfig
+from pipeline.training.module import draw_weights
+
+MEGA = 1 << 20
+
+
+def test_live_bytes_come_and_go():
+    with LiveMemory() as counted:
+        a = torch.zeros(MEGA, dtype=torch.uint8)
+        assert counted.live == MEGA
+        b = a.view(2, -1)[0]  # a view holds nothing of its own
+        assert counted.live == MEGA
+        c = a + 1
+        assert (counted.live, counted.peak) == (2 * MEGA, 2 * MEGA)
+        del a, c
+        assert counted.live == MEGA  # the view keeps the first alive
+        del b
+        assert counted.live == 0
+        torch.ones(MEGA, dtype=torch.uint8)
+    assert counted.peak == 2 * MEGA
+
+
+def test_what_was_there_before_is_not_counted():
+    weight = torch.ones(1000, 1000)
+    with LiveMemory() as counted:
+        weight.mul_(2)
+        weight.t()
+    assert counted.peak == 0
+
+
+def test_what_backward_keeps_is_counted():
+    x = torch.ones(MEGA // 4, requires_grad=True)
+    with LiveMemory() as counted:
+        y = x.exp().exp().exp()  # each keeps its result
+        assert counted.live == 3 * MEGA
+        y.sum().backward()
+        del y
+    assert counted.live == MEGA  # the gradient of x
+
+
+def test_segments_of_time_keep_less():
+    config = RLTConfig("rlt", vocab_size=16, width=32, heads=2, encoder_layers=1, decoder_layers=2, window=4)
+    model = models.build(config)
+    draw_weights(model, 0)
+    tokens = torch.randint(16, (2, 65), generator=torch.Generator().manual_seed(0))
+    whole, parts = (memory.peak(model, memory.solver(segment), tokens) for segment in (0, 8))
+    assert parts < 0.5 * whole
+
+
+def test_table(capsys):
+    rows = memory.run(lengths=(16,), repeats=1)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + len(rows)
+    assert rows[0]["segment"] == 0
+    assert all(row["peak_bytes"] > 0 and row["seconds"] > 0 for row in rows)
