@@ -117,8 +117,8 @@ def _add_prepare(verbs: Verbs) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     from pipeline import config_files
-    from pipeline.data.manifest import verify
     from pipeline.data.prepare import PrepareConfig, prepare
+    from pipeline.data.verify import verify
 
     if options.verify is not None:
         if options.settings:

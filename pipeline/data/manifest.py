@@ -13,7 +13,6 @@ from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.files import describe_os_error, sha256_file, write_atomically
-from pipeline.progress import Progress
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
@@ -333,27 +332,6 @@ def check_hash(manifest: Manifest, shard: Shard) -> None:
             f"shard {path} is damaged: its SHA-256 is {digest[:16]}..., the manifest says {shard.sha256[:16]}...; "
             f"restore the file or prepare the data again"
         )
-
-
-def verify(folder: str | Path) -> Manifest:
-    """Check a data folder in full: the hash of every shard, and the tokenizer; shows progress.
-
-    Returns:
-        The manifest, all of whose files are whole.
-    """
-    from pipeline.data.tokenizer import Tokenizer, load_token_bytes
-
-    manifest = Manifest.load(folder)
-    Tokenizer.load(manifest)
-    load_token_bytes(manifest)
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    for shard in shards:
-        check_size(manifest, shard)
-    with Progress(sum(shard.bytes for shard in shards), "B", "verify") as progress:
-        for shard in shards:
-            check_hash(manifest, shard)
-            progress.advance(shard.bytes)
-    return manifest
 
 
 def _dump_split(split: Split) -> str:

@@ -14,11 +14,12 @@ import webdataset
 from omegaconf import OmegaConf
 
 from pipeline.data import groups, shards
-from pipeline.data.manifest import Manifest, verify
+from pipeline.data.manifest import Manifest
 from pipeline.data.prepare import PrepareConfig, TokenizerConfig, prepare
 from pipeline.data.shards import TokenReader
 from pipeline.data.sources import SourceConfig
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.verify import verify
 from pipeline.errors import ConfigError, DataError
 from tests.data.small_corpora import config_for, contents, make_text, write_corpus, write_jsonl
 

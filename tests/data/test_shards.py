@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import shards as module
-from pipeline.data.manifest import Manifest, check_shards, verify
+from pipeline.data.manifest import Manifest, check_shards
 from pipeline.data.shards import TokenReader
+from pipeline.data.verify import verify
 from pipeline.errors import DataError
 
 
