@@ -177,8 +177,8 @@ class TrainingConfig:
     nodes: int = 1
     """Nodes."""
     threads: int = 0
-    """Threads of each rank on the CPU; 0 leaves torch's own choice. Losses repeat to the last bit only at the same
-    number of threads."""
+    """Threads of each rank on the CPU; 0 shares the cores that this process may use among the ranks of its node. Losses
+    repeat to the last bit only at the same number of threads."""
 
     def check(self) -> None:
         """Raise ConfigError on values out of range or that contradict each other."""

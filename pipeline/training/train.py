@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import warnings
 from dataclasses import dataclass, replace
@@ -52,8 +53,7 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
         manifest, [config.data.train_split, *([config.validation.split] if config.validation.every_steps else [])]
     )
     config = replace(config, model=with_vocabulary(config.model, manifest))
-    if config.training.threads:
-        torch.set_num_threads(config.training.threads)
+    torch.set_num_threads(threads(config))
     folder = RunFolder(config.run.folder)
     model = models.build(config.model)
     try:
@@ -62,6 +62,11 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
         return fit(config, folder, manifest, model)
     finally:
         folder.close()
+
+
+def threads(config: Config) -> int:
+    """Return the CPU threads of this rank. Ranks that each took all cores would wait for one another at every product."""
+    return config.training.threads or max(1, len(os.sched_getaffinity(0)) // config.training.devices)
 
 
 def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> ArchitectureConfig:
