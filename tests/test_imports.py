@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "pipeline"
 
 # What each package or module may import of the others. Nothing else of this project, and of Lightning only training.
-BASE = {"errors", "files", "choices", "progress", "pipeline"}
+BASE = {"errors", "files", "choices", "cores", "progress", "pipeline"}
 ALLOWED = {
     "pipeline": set(),
     "errors": set(),
     "choices": {"errors"},
     "files": {"errors"},
+    "cores": set(),
     "progress": set(),
     "devices": {"errors"},
     "config_files": BASE,

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.cores import available_cores
 from pipeline.data.groups import (
     STATE_FOLDER,
     Group,
@@ -189,7 +189,7 @@ def _make_groups(groups: list[Group], settings: Settings, tokenizer: Tokenizer, 
     made = {number: splits for number, splits in found.items() if splits is not None}
     pending = [group for group in groups if group.number not in made]
     done = sum(group.bytes for group in groups if group.number in made)
-    workers = min(workers or _cores(), len(pending))
+    workers = min(workers or available_cores(), len(pending))
     with Progress(sum(group.bytes for group in groups), "B", "prepare", initial=done) as progress:
         results = _in_process(pending, settings, tokenizer) if workers < 2 else _in_pool(pending, settings, workers)
         tokens = 0
@@ -202,10 +202,6 @@ def _make_groups(groups: list[Group], settings: Settings, tokenizer: Tokenizer, 
             say(f"interrupted; {len(made)} of {len(groups)} groups are kept, the same command goes on from there")
             raise
     return [made[group.number] for group in groups]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_process(

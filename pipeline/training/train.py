@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import warnings
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 
 from pipeline import models
 from pipeline.config import Config
+from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
 from pipeline.errors import ConfigError, RunError
 from pipeline.models import Architecture, ArchitectureConfig
@@ -65,8 +65,8 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
 
 
 def threads(config: Config) -> int:
-    """Return the CPU threads of this rank. Ranks that each took all cores would wait for one another at every product."""
-    return config.training.threads or max(1, len(os.sched_getaffinity(0)) // config.training.devices)
+    """Return the CPU threads of this rank: ranks that each took all cores would wait for one another all the time."""
+    return config.training.threads or max(1, available_cores() // config.training.devices)
 
 
 def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> ArchitectureConfig:
