@@ -136,7 +136,7 @@ def main() -> int:
             "configs/rlt_demo.yaml",
             f"data.path={work / 'data'}",
             f"training.tokens={options.tokens}",
-            "training.threads=2",
+            "training.threads=1",
             "checkpoint.every_steps=8",
             "validation.every_steps=40",
             "logging.every_steps=1",
