@@ -141,7 +141,7 @@ def main() -> int:
             "validation.every_steps=40",
             "logging.every_steps=1",
         ]
-        survived = survive(work, settings, kills=options.kills, seed=options.seed, rows=16)
+        survived = survive(work, settings, kills=options.kills, seed=options.seed, rows=32)
     print(f"{survived} survived of {options.kills}")
     return 0 if survived == options.kills else 1
 
