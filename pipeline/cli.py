@@ -6,6 +6,7 @@ Verbs import what they need when they are called, so that ``--help`` and mistake
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
@@ -21,6 +22,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    open_closed_streams()
     options = parse(arguments)
     warnings.formatwarning = one_line_of_warning
     try:
@@ -36,8 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         from pipeline.files import describe_os_error
 
-        return fail(describe_os_error(error, error.filename or ""), 1)
+        return fail(describe_os_error(error, error.filename or "the output"), 1)
+    except (RuntimeError, MemoryError) as error:
+        if "alloc" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        return fail(f"not enough memory: {str(error).splitlines()[0][:200]}", 1)
     return int(code)
+
+
+def open_closed_streams() -> None:
+    """Give a process that was started with closed output (``>&-``) somewhere to write."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,7 +76,8 @@ def one_line_of_warning(
 
 def fail(message: str, code: int) -> int:
     """Print one line on standard error; return ``code``."""
-    print(f"backfeed: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"backfeed: {message}", file=sys.stderr)
     return code
 
 
@@ -90,12 +105,12 @@ def _verb(
     return verb
 
 
-def _add_settings(verb: argparse.ArgumentParser) -> None:
+def _add_settings(verb: argparse.ArgumentParser, example: str) -> None:
     verb.add_argument(
         "settings",
         nargs="*",
         metavar="FILE|key=value",
-        help="YAML files, merged left to right, then overrides (solver.interval=4)",
+        help=f"YAML files, merged left to right, then overrides ({example})",
     )
     verb.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
@@ -111,7 +126,7 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _add_prepare(verbs: Verbs) -> None:
     verb = _verb(verbs, "prepare", "turn text into tokenised shards", _prepare)
-    _add_settings(verb)
+    _add_settings(verb, "output=data/mine")
     verb.add_argument("--verify", metavar="FOLDER", type=Path, help="check every hash of a prepared folder and stop")
 
 
@@ -132,13 +147,15 @@ def _prepare(options: argparse.Namespace) -> int:
         return 0
     manifest = prepare(config)
     for name, split in manifest.splits.items():
-        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {len(split.shards)} shard(s)")
+        empty = f" ({split.empty_documents:,} empty ones left out)" if split.empty_documents else ""
+        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents{empty}, {len(split.shards)} shard(s)")
+    print(f"vocabulary {manifest.tokenizer.vocab_size:,}, in {manifest.folder}")
     return 0
 
 
 def _add_train(verbs: Verbs) -> None:
     verb = _verb(verbs, "train", "train a run", _train)
-    _add_settings(verb)
+    _add_settings(verb, "solver.interval=4")
     verb.add_argument(
         "--resume",
         choices=["never", "auto", "must"],
@@ -181,7 +198,9 @@ def _add_evaluate(verbs: Verbs) -> None:
     _add_trained(verb)
     verb.add_argument("--split", help="split of the data (default: the run's validation split)")
     verb.add_argument("--data", type=Path, help="prepared data folder (default: the run's own)")
-    verb.add_argument("--tokens", type=int, default=0, help="evaluate on at most this many tokens (default: all)")
+    verb.add_argument(
+        "--tokens", type=int, default=0, help="evaluate on so many tokens, in whole rows, at least one (default: all)"
+    )
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
 
 
@@ -190,10 +209,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     from pipeline.evaluation import report
     from pipeline.runs.loading import load
 
-    trained = load(options.path, step=options.step, device=devices.choose(options.device))
-    split = options.split or trained.config.validation.split
     if options.tokens < 0:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no folder {options.json.absolute().parent}; make it first")
+    trained = load(options.path, step=options.step, device=devices.choose(options.device))
+    split = options.split or trained.config.validation.split
     rows = report.report(trained, split, data=options.data, tokens=options.tokens)
     print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}, split {split}")
     print(report.table(rows))
@@ -223,6 +244,12 @@ def _generate(options: argparse.Namespace) -> int:
 
     if options.tokens < 1:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed is {options.seed}; it must be at least 0 and below 2**63")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt is not valid UTF-8; check the terminal's locale, or write the text again") from None
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     trained = load(options.path, step=options.step, device=devices.choose(options.device))
     solver = sequential(trained.solver) if options.sequential else trained.solver

@@ -32,7 +32,10 @@ class RunConfig:
     """Seed of the initial weights, of the order of the data and of everything else that is drawn."""
 
     def check(self) -> None:
-        """Raise ConfigError unless the name is that of one folder."""
+        """Raise ConfigError unless the name is that of one folder and the seed is one that generators take."""
+        at_least("run.seed", self.seed, 0)
+        at_most("run.seed", self.seed, 2**63 - 1)
+        at_most("the length of run.name", len(self.name), 200)
         if not re.fullmatch(r"[\w][\w.+-]*", self.name):
             raise ConfigError(
                 f"run.name is {self.name!r}; it names a folder: letters, digits and . _ + - alone, the first a letter, "
@@ -104,6 +107,8 @@ class AdamWConfig(OptimizerConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if self.eps <= 0:
+            raise ConfigError(f"optimizer.eps is {self.eps}; it must be above 0")
 
 
 @dataclass
@@ -136,6 +141,12 @@ class CosineConfig(LearningRateConfig):
     final_fraction: float = 0.1
     """Rate at the end of the run as a fraction of ``peak``."""
 
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        super().check()
+        at_least("learning_rate.final_fraction", self.final_fraction, 0)
+        at_most("learning_rate.final_fraction", self.final_fraction, 1)
+
 
 @dataclass
 class WSDConfig(LearningRateConfig):
@@ -149,6 +160,8 @@ class WSDConfig(LearningRateConfig):
     def check(self) -> None:
         """Raise ConfigError on values out of range."""
         super().check()
+        at_least("learning_rate.final_fraction", self.final_fraction, 0)
+        at_most("learning_rate.final_fraction", self.final_fraction, 1)
         if not 0 < self.decay_fraction <= 1:
             raise ConfigError(f"learning_rate.decay_fraction is {self.decay_fraction}; it must be above 0, at most 1")
 
@@ -185,6 +198,9 @@ class TrainingConfig:
         for name in ("tokens", "batch_tokens", "micro_batch_tokens", "devices", "nodes"):
             at_least(f"training.{name}", getattr(self, name), 1)
         at_least("training.clip_norm", self.clip_norm, 0)
+        at_least("training.threads", self.threads, 0)
+        for name in ("threads", "devices", "nodes"):
+            at_most(f"training.{name}", getattr(self, name), 100_000 if name == "nodes" else 1024)
         if self.strategy == "single" and self.ranks > 1:
             raise ConfigError(f"training.strategy is single, but devices x nodes is {self.ranks}; set strategy=ddp")
         if self.tokens < self.batch_tokens:
@@ -339,6 +355,7 @@ class Config:
     def check(self) -> None:
         """Raise ConfigError where settings of different sections contradict each other."""
         length = self.data.sequence_length
+        at_most("learning_rate.warmup_tokens", self.learning_rate.warmup_tokens, self.training.tokens)
         for section, name in (("training", "micro_batch_tokens"), ("validation", "micro_batch_tokens")):
             value = getattr(getattr(self, section), name)
             if value % length:
@@ -379,3 +396,9 @@ def at_least(key: str, value: float, bound: float) -> None:
     """Raise ConfigError unless ``value`` is at least ``bound``."""
     if value < bound:
         raise ConfigError(f"{key} is {value}; it must be at least {bound}")
+
+
+def at_most(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError if ``value`` is above ``bound``."""
+    if value > bound:
+        raise ConfigError(f"{key} is {value}; it must be at most {bound}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -64,9 +65,10 @@ class Progress:
         self.done += amount
         self._fields.update(fields)
         if self._bar is not None:
-            if fields:
-                self._bar.set_postfix(self._fields, refresh=False)
-            self._bar.update(amount)
+            with contextlib.suppress(OSError):
+                if fields:
+                    self._bar.set_postfix(self._fields, refresh=False)
+                self._bar.update(amount)
         elif time.monotonic() - self._last >= self._every:
             self._print_line()
 
@@ -82,8 +84,9 @@ class Progress:
 
     def _print_line(self) -> None:
         self._last, self._printed = time.monotonic(), self.done
-        self._stream.write(self._line() + "\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # nobody reads any more; the work goes on
+            self._stream.write(self._line() + "\n")
+            self._stream.flush()
 
     def _line(self) -> str:
         elapsed = max(time.monotonic() - self._start, 1e-9)

@@ -148,6 +148,21 @@ def test_evaluate_does_not_need_the_run_beside_it(place, tmp_path):
         (["train", "config.yaml", "run.name=new", "data.train_split=holiday"], "holiday"),
         (["train", "config.yaml"], "already holds a run"),
         (["train", "run.name=x", "config.yaml"], "files come first"),
+        (["train", "config.yaml", "run.name=../x"], "run.name (command line) is '../x'"),
+        (["train", "config.yaml", "run.name=''"], "run.name"),
+        (["train", "config.yaml", "run.seed=99999999999999999999"], "run.seed"),
+        (["train", "config.yaml", "optimizer.eps=-1"], "optimizer.eps"),
+        (["train", "config.yaml", "learning_rate.final_fraction=-5"], "learning_rate.final_fraction"),
+        (["train", "config.yaml", "learning_rate.warmup_tokens=99999"], "learning_rate.warmup_tokens"),
+        (["train", "config.yaml", "learning_rate.peak=.inf"], "learning_rate.peak"),
+        (["train", "config.yaml", "training.threads=-1"], "training.threads"),
+        (["train", "config.yaml", "training.threads=100000"], "training.threads"),
+        (["train", "config.yaml", "model.rope_base=0"], "model.rope_base"),
+        (["train", "config.yaml", "model.embedding_std=-1"], "model.embedding_std"),
+        (
+            ["train", "config.yaml", "run.name=new", "model.width=4000000"],
+            "more than this machine can hold",
+        ),
         (["evaluate", "nowhere"], "nowhere is not a folder"),
         (["evaluate", "data"], "neither a run folder"),
         (["evaluate", "runs/small", "--step", "5"], "has no checkpoint of step 5; it has: 8, 12"),
@@ -156,6 +171,12 @@ def test_evaluate_does_not_need_the_run_beside_it(place, tmp_path):
         (["generate", "runs/small", "--temperature", "-1"], "temperature is -1"),
         (["generate", "runs/small", "--tokens", "0"], "--tokens is 0"),
         (["generate", "runs/small", "--device", "warp"], "device 'warp'"),
+        (["generate", "runs/small", "--device", "meta"], "device 'meta'"),
+        (["generate", "runs/small", "--temperature", "1e-320"], "temperature is 1e-320"),
+        (["generate", "runs/small", "--seed", "-1"], "--seed is -1"),
+        (["generate", "runs/small", "--prompt", "\udcff"], "--prompt is not valid UTF-8"),
+        (["generate", "runs/small", "--tokens", "1000000000000"], "not enough memory"),
+        (["evaluate", "runs/small", "--json", "absent/x.json"], "there is no folder"),
         (["prepare", "output=x", "sources=[{path: nowhere}]"], "nowhere"),
         (["prepare", "--verify", "nowhere"], "nowhere"),
     ],
@@ -250,6 +271,12 @@ def test_unreadable_file_in_the_sources(complaint, tmp_path):
     (tmp_path / "text/0001a.txt").symlink_to(tmp_path / "gone")
     line = complaint("prepare", "output=data", "sources=[{path: text}]", "tokenizer.kind=bytes", cwd=tmp_path)
     assert "0001a.txt" in line
+
+
+def test_closed_streams(place):
+    line = " ".join(command("generate", place / "runs/small", "--tokens", "2"))
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        assert subprocess.run(f"{line} {closed}", shell=True, env=environment(), timeout=120).returncode == 0
 
 
 def test_output_that_nobody_reads_any_more(place):

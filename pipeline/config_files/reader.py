@@ -242,8 +242,8 @@ class Reader:
             number = float(value)
         except OverflowError:
             raise self._error(path, value, "a number that a float can hold") from None
-        if math.isnan(number):
-            raise self._error(path, value, "a number")
+        if not math.isfinite(number):
+            raise self._error(path, value, "a finite number")
         return number
 
     def _integer(self, value: float, path: str) -> int:

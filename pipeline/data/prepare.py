@@ -34,6 +34,7 @@ from pipeline.data.groups import (
 from pipeline.data.manifest import (
     MANIFEST_FILE,
     TOKEN_BYTES_FILE,
+    TOKENIZER_FILE,
     Manifest,
     Split,
     TokenizerEntry,
@@ -83,17 +84,7 @@ def prepare(config: PrepareConfig) -> Manifest:
             f"cannot write {describe_os_error(error, error.filename or output)} (what is finished is kept; the same "
             f"command goes on from there)"
         ) from None
-    say(_summary(manifest))
     return manifest
-
-
-def _summary(manifest: Manifest) -> str:
-    parts = [
-        f"{name} {split.tokens:,} tokens in {split.documents:,} documents"
-        + (f" ({split.empty_documents:,} empty ones left out)" if split.empty_documents else "")
-        for name, split in manifest.splits.items()
-    ]
-    return f"{manifest.folder} holds {'; '.join(parts)}; vocabulary {manifest.tokenizer.vocab_size:,}"
 
 
 def _fingerprint(config: PrepareConfig, units: list[Unit]) -> str:
@@ -158,6 +149,10 @@ def _lock(output: Path) -> Iterator[None]:
 def _begin(output: Path, plan: str) -> None:
     """Claim the folder for a plan, or make sure that it is claimed for this one; drop what was left half-written."""
     path = output / STATE_FOLDER / PLAN_FILE
+    if path.exists() and path.read_text() != plan and not any(path.parent.glob("group-*.json")):
+        # Nothing was finished (a bad file was found and mended, say): there is nothing to lose by beginning anew.
+        for made in (output / TOKENIZER_FILE, output / TOKEN_BYTES_FILE, *output.glob("*.tar"), path):
+            made.unlink(missing_ok=True)
     if path.exists():
         if path.read_text() != plan:
             raise DataError(

@@ -31,7 +31,7 @@ class Row:
         mode: ``training`` (the solver as in the checkpoint's last step) or ``sequential`` (the exact recurrence).
         solver: the solver and its settings, in words.
         sums: the result.
-        seconds: time it took.
+        seconds: time it took; 0 where the training mode is the exact recurrence and was not measured twice.
     """
 
     mode: str
@@ -80,7 +80,7 @@ def report(trained: TrainedModel, split: str, *, data: Path | None = None, token
 
     training, exact = measured("training", trained.solver), solvers.sequential(trained.solver)
     if describe(exact) == training.solver:  # nothing to measure twice
-        return [training, replace(training, mode="sequential")]
+        return [training, replace(training, mode="sequential", seconds=0.0)]
     return [training, measured("sequential", exact)]
 
 
@@ -95,9 +95,10 @@ def table(rows: list[Row]) -> str:
     lines = [head]
     for row in rows:
         sums = row.sums
+        rate = f"{sums.tokens / row.seconds:,.0f}" if row.seconds else "(same)"
         lines.append(
             f"{row.mode:<12}{row.solver:<24}{sums.loss:>9.4f}{sums.perplexity:>12.2f}{sums.bits_per_byte:>11.4f}"
-            f"{sums.tokens:>11,}{sums.tokens / row.seconds:>10,.0f}"
+            f"{sums.tokens:>11,}{rate:>10}"
         )
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise ConfigError on values out of range."""
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token)")
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be 0 (the likeliest token) or at least 0.0001"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top-k is {self.top_k}; it must be at least 0 (0 for no limit)")
         if not 0 < self.top_p <= 1:

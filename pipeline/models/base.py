@@ -69,6 +69,11 @@ class ArchitectureConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1")
+        if self.rope_base <= 1:
+            raise ConfigError(f"model.rope_base is {self.rope_base}; it must be above 1")
+        for name in ("embedding_std", "hidden_std_factor"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 0")
         if self.head_dim is None and self.width % self.heads:
             raise ConfigError(f"model.width is {self.width}; it must be a multiple of model.heads={self.heads}")
         if self.head_width % 2:

@@ -8,6 +8,7 @@ the hashes, and the newest whole checkpoint is used in its place.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -26,9 +27,15 @@ CONFIG = "config.yaml"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 TRAINING = "training.pt"
+SEAL = "sha256"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{10})")
 _ASIDE = ".writing-"
+
+
+def seal(description: dict[str, Any]) -> str:
+    """Return the hash of a description's content."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,12 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path}: {DESCRIPTION} cannot be read ({error}); the checkpoint is damaged") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise RunError(
-                f"{self.path}: {DESCRIPTION} has another format than {FORMAT}; use the version that wrote it"
-            )
+            raise RunError(f"{self.path}: {DESCRIPTION} is not of format {FORMAT}; use the version that wrote it")
+        if found.pop(SEAL, None) != seal(found):
+            raise RunError(f"{self.path}: {DESCRIPTION} was changed after it was written; the checkpoint is damaged")
+        named = _NAME.fullmatch(self.path.name)
+        if named and int(named[1]) != found["step"]:
+            raise RunError(f"{self.path} holds the checkpoint of step {found['step']}; give it its own name back")
         return found
 
     def verify(self) -> dict[str, Any]:
@@ -154,7 +164,7 @@ class CheckpointStore:
             name = path.relative_to(aside).as_posix()
             files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         content = {"format": FORMAT, "step": step, **description, "files": files}
-        write_atomically(aside / DESCRIPTION, json.dumps(content, indent=1) + "\n")
+        write_atomically(aside / DESCRIPTION, json.dumps({**content, SEAL: seal(content)}, indent=1) + "\n")
         for folder in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
             fsync_folder(folder)
         if final.exists():  # only a damaged one is ever written again

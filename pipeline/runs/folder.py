@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import time
 import uuid
 from pathlib import Path
@@ -24,7 +25,7 @@ from pipeline import config_files
 from pipeline.config import CHANGEABLE_ON_RESUME, Config
 from pipeline.errors import RunError
 from pipeline.files import write_atomically
-from pipeline.runs.checkpoints import CheckpointStore
+from pipeline.runs.checkpoints import CONFIG, Checkpoint, CheckpointStore
 from pipeline.runs.environment import environment, git_state
 
 LOCK = ".lock"
@@ -57,7 +58,10 @@ class RunFolder:
     @property
     def id(self) -> str:
         """The run's identity, the same at every resume."""
-        return str(self._record()["id"])
+        found = self._read_id()
+        if found is None:
+            raise RunError(f"{self.path}/run.json is missing or damaged; the next start writes it anew")
+        return found
 
     def exists(self) -> bool:
         """Return whether a run has begun here."""
@@ -69,29 +73,34 @@ class RunFolder:
             raise RunError(f"{self.path} is not a run folder: it holds no config.yaml; give the folder of a run")
         return config_files.load(Config, [self.config_file], [])
 
-    def open(self, config: Config, resume: Resume) -> None:
+    def open(self, config: Config, resume: Resume, data: str) -> None:
         """Take the folder for training: lock it, and check that it is this run's. Nothing is recorded yet.
+
+        A run has begun when it has a checkpoint; before that there is nothing to lose, and it may begin anew.
 
         Args:
             config: resolved configuration.
             resume: ``never`` begins a run and refuses a folder that holds one; ``auto`` goes on if there is one;
                 ``must`` goes on and refuses a folder without.
+            data: fingerprint of the data.
 
         Raises:
             RunError: another process trains here, the folder holds another run, or ``resume`` says no.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path} is a file; choose another run.name or run.root")
-        begun = self.exists()
-        if begun and resume == "never":
+        if self.checkpoints.folder.exists() and not self.checkpoints.folder.is_dir():
+            raise RunError(f"{self.checkpoints.folder} is a file; remove it, or choose another run.name")
+        found = self.checkpoints.list()
+        if found and resume == "never":
             raise RunError(f"{self.path} already holds a run; go on with --resume auto, or choose another run.name")
-        if not begun and resume == "must":
-            raise RunError(f"{self.path} holds no run to resume; check run.name and run.root, or use --resume auto")
+        if not found and resume == "must":
+            raise RunError(f"{self.path} holds no checkpoint to resume; check run.name and run.root")
         self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        if begun:
-            self._check_same(config)
+        if found:
+            self._check_same(config, found[-1], data)
 
     def record(self, config: Config) -> None:
         """Write down that the run begins, or goes on: identity, configuration and environment.
@@ -100,7 +109,7 @@ class RunFolder:
         """
         self._made = []
         self.checkpoints.remove_unfinished()
-        if not self.exists():
+        if self._read_id() is None:
             record = {"id": uuid.uuid4().hex[:8], "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             write_atomically(self.path / "run.json", json.dumps(record, indent=1) + "\n")
         self._record_environment()
@@ -132,8 +141,22 @@ class RunFolder:
         self._lock.close()
         self._lock = None
 
-    def _check_same(self, config: Config) -> None:
-        """Raise RunError, naming the first setting, if ``config`` is another run's."""
+    def _check_same(self, config: Config, newest: Checkpoint, data: str) -> None:
+        """Raise RunError, naming what differs first, if ``config`` or ``data`` are another run's."""
+        if not self.exists():
+            raise RunError(
+                f"{self.path} has checkpoints but no {CONFIG}, without which nobody knows whose they are; copy it back "
+                f"from {newest.path}"
+            )
+        try:
+            before = newest.describe()["data"]
+        except RunError:  # a damaged one is dealt with when it is loaded
+            before = data
+        if before != data:
+            raise RunError(
+                f"{self.path} was trained on other data: the manifest's fingerprint was {before[:16]}... and is now "
+                f"{data[:16]}...; restore the data, or choose another run.name"
+            )
         for key, old, new in config_files.differences(self.config(), config):
             if not config_files.is_changeable(key, CHANGEABLE_ON_RESUME):
                 raise RunError(
@@ -141,20 +164,21 @@ class RunFolder:
                     "choose another run.name, or restore the setting"
                 )
 
-    def _record(self) -> dict[str, Any]:
+    def _read_id(self) -> str | None:
         try:
-            return dict(json.loads((self.path / "run.json").read_text()))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path}/run.json cannot be read ({error})") from None
+            found = json.loads((self.path / "run.json").read_text())["id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{8}", found) else None
 
     def _record_environment(self) -> None:
         """Add this start's environment to the earlier ones'."""
         path = self.path / "environment.json"
         starts: list[Any] = []
         if path.is_file():
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 starts = json.loads(path.read_text())
-            except ValueError:
+            if not isinstance(starts, list):
                 starts = []
         git, patch = git_state()
         starts.append({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(), "git": git})

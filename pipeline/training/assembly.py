@@ -174,7 +174,7 @@ class Assembly:
             f"{(step - 1) * self.config.training.batch_tokens}"
         )
 
-    def greet(self, resumed_step: int) -> None:
+    def greet(self) -> None:
         """Say what is about to be trained."""
         config, model = self.config, self.module.model
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -183,11 +183,7 @@ class Assembly:
             f"{config.model.architecture}, {count:,} parameters, {flops / 1e6:.1f} MFLOP a token in training; "
             f"{self.trainer.world_size} rank(s) on {self._device.type}, {config.training.precision}"
         )
-        where = f"resuming at step {resumed_step}" if resumed_step else "from the start"
-        say(
-            f"{config.training.steps} steps of {config.training.batch_tokens:,} tokens, {where}; "
-            f"run folder {self.folder.path}"
-        )
+        say(f"{config.training.steps} steps of {config.training.batch_tokens:,} tokens; run folder {self.folder.path}")
 
     def close(self) -> None:
         """Give back signals and screen."""

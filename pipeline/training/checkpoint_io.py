@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import RunError
 from pipeline.runs.checkpoints import TRAINING, WEIGHTS, CheckpointStore
 from pipeline.training import distributed
+from pipeline.training.screen import say
 
 PREFIX = "model."  # of the architecture within the LightningModule
 
@@ -68,6 +69,7 @@ def newest(store: Path) -> Path:
     found = CheckpointStore(store).newest_whole()
     if found is None:
         raise RunError(f"{store} holds no checkpoint")
+    say(f"resuming from {found.path}")
     return found.path
 
 

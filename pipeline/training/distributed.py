@@ -28,6 +28,11 @@ def is_first() -> bool:
     return True
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank is gone."""
+    return any(sign in str(error).lower() for sign in ("closed by peer", "connection reset", "gloo", "nccl"))
+
+
 def group() -> bool:
     """Return whether there are other ranks to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from pipeline import config_files
 from pipeline.config import Config
-from pipeline.errors import RunError
+from pipeline.errors import ConfigError, RunError
 from pipeline.files import describe_os_error, write_atomically
 from pipeline.runs.folder import RunFolder
 
@@ -55,7 +55,7 @@ class CSVMetrics(Logger):
         path = self.folder / f"{kind}.csv"
         row = {STEP: step, **metrics}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # without parents: a run folder that was moved is an error
             fields = self._fields(path)
             if fields is None:
                 fields = list(row)
@@ -76,7 +76,7 @@ class CSVMetrics(Logger):
     def cut(self, step: int) -> None:
         """Remove the rows after ``step``, and a last row that was cut short by a crash."""
         for path in sorted(self.folder.glob("*.csv")):
-            with path.open(newline="") as file:
+            with path.open(newline="", errors="replace") as file:
                 rows = list(csv.reader(file))
             if not rows:
                 continue
@@ -101,7 +101,16 @@ def _wandb(config: Config, folder: RunFolder) -> WandbLogger:
     import wandb
 
     chosen = config.logging.wandb
-    run = wandb.init(
+    try:
+        return WandbLogger(experiment=_begin(wandb, config, folder))
+    except wandb.errors.Error as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"logging.wandb (mode {chosen.mode}, project {chosen.project}): {reason}") from None
+
+
+def _begin(wandb: Any, config: Config, folder: RunFolder) -> Any:
+    chosen = config.logging.wandb
+    return wandb.init(
         project=chosen.project,
         entity=chosen.entity,
         group=chosen.group,
@@ -114,4 +123,3 @@ def _wandb(config: Config, folder: RunFolder) -> WandbLogger:
         config=config_files.flatten(config),
         settings=wandb.Settings(silent=True, console="off", disable_git=True),
     )
-    return WandbLogger(experiment=run)

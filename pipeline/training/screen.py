@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from tqdm import tqdm
@@ -12,5 +13,6 @@ from pipeline.training import distributed
 def say(line: str) -> None:
     """Print a line on rank 0, without breaking a progress bar."""
     if distributed.is_first():
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody reads any more; the run goes on
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()

@@ -14,7 +14,7 @@ from pipeline import models
 from pipeline.config import Config
 from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError, RunError, TrainingError
 from pipeline.models import Architecture, ArchitectureConfig
 from pipeline.runs.folder import Resume, RunFolder
 from pipeline.training import distributed
@@ -55,13 +55,32 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     config = replace(config, model=with_vocabulary(config.model, manifest))
     torch.set_num_threads(threads(config))
     folder = RunFolder(config.run.folder)
-    model = models.build(config.model)
+    model = build(config)
     try:
         if distributed.is_first():
-            folder.open(config, resume)
+            folder.open(config, resume, manifest.fingerprint)
         return fit(config, folder, manifest, model)
     finally:
         folder.close()
+
+
+def build(config: Config) -> Architecture:
+    """Return the model, its weights not yet drawn.
+
+    Raises:
+        ConfigError: it does not fit into memory.
+    """
+    try:
+        return models.build(config.model)
+    except RuntimeError as error:
+        if "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in models.build(config.model).parameters())
+        raise ConfigError(
+            f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
+            "hold; choose a smaller width, vocab_size or depth"
+        ) from None
 
 
 def threads(config: Config) -> int:
@@ -93,8 +112,8 @@ def check_space(folder: RunFolder, model: Architecture, config: Config) -> None:
     free = shutil.disk_usage(folder.path).free
     if free < needed:
         raise RunError(
-            f"{folder.path} has {free / 1e9:.2f} GB free; checkpoint.keep_last={config.checkpoint.keep_last} needs "
-            f"{needed / 1e9:.2f} GB; free some or set run.root to another disk"
+            f"{folder.path} has {free / 1e6:,.1f} MB free; checkpoint.keep_last={config.checkpoint.keep_last} needs "
+            f"{needed / 1e6:,.1f} MB; free some or set run.root to another disk"
         )
 
 
@@ -113,7 +132,7 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
         check_space(folder, model, config)
         folder.record(config)
         assembly.start_logging()
-    assembly.greet(found[-1].step if found else 0)
+    assembly.greet()
     try:
         assembly.trainer.fit(
             assembly.module,
@@ -121,6 +140,12 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
             ckpt_path=folder.checkpoints.folder if found else None,
             weights_only=True,
         )
+    except RuntimeError as error:
+        if config.training.ranks == 1 or not distributed.lost_peer(error):
+            raise
+        raise TrainingError(
+            f"another rank is gone ({str(error).splitlines()[0]}); see its message, then go on with --resume auto"
+        ) from None
     except SystemExit:  # Lightning's answer to Ctrl-C before the first step, or to a second one
         raise KeyboardInterrupt from None
     finally:
@@ -130,10 +155,12 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
 
 def quieten() -> None:
     """Keep Lightning from advice that is taken already: its lines would hide ours."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         "Your `IterableDataset` has `__len__` defined",  # the loader deals its micro-batches out itself
         "The 'train_dataloader' does not have many workers",  # data.workers is the user's choice
+        "The `srun` command is available on your system",  # slurm/train.sbatch uses it
         ".*isinstance.treespec, LeafSpec.. is deprecated",  # Lightning's own affair with torch
     ):
         warnings.filterwarnings("ignore", message)

@@ -26,7 +26,7 @@ def test_killed_at_random_moments_and_resumed(tmp_path, data):
     assert survive(tmp_path / "work", [str(config)], kills=4, seed=1, rows=4) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_saves_and_ends(tmp_path, data, number):
     config = config_file(tmp_path, data, "training.tokens=128000", "checkpoint.every_steps=1000")
     process = start(config)
@@ -135,8 +135,40 @@ def test_too_small_a_disk_is_refused_at_the_start(tmp_path, data, monkeypatch):
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(RunError, match=r"needs 0\.00 GB"):
+    with pytest.raises(RunError, match=r"needs 0\.5 MB"):
         train(run_config(tmp_path / "runs", data))
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run(tmp_path, data):
+    config = config_file(tmp_path, data)
+    line = " ".join(command("train", config)) + " | head -n 1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment(), timeout=240)
+    assert done.stderr.count("Traceback") == 0, done.stderr
+    assert [each.step for each in CheckpointStore(tmp_path / "runs/small/checkpoints").list()] == [8, 12]
+
+
+def test_run_folder_that_was_moved_stops_the_run(tmp_path, data):
+    config = config_file(tmp_path, data, "training.tokens=128000", "checkpoint.every_steps=1000")
+    process = start(config)
+    wait_for_step(process, tmp_path / "runs/small", 2)
+    (tmp_path / "runs/small").rename(tmp_path / "runs/moved")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in err, err
+    assert sum(line.startswith("backfeed: ") for line in err.splitlines()) == 1
+    assert not (tmp_path / "runs/small").exists()
+
+
+def test_a_rank_that_died_is_named_by_the_others(tmp_path, data):
+    config = config_file(tmp_path, data, "training.tokens=1280000", "training.micro_batch_tokens=64")
+    process = start(config, "training.devices=2")
+    wait_for_step(process, tmp_path / "runs/small", 3)
+    found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "pipeline"], capture_output=True, text=True)
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "Traceback" not in err, err
+    assert "another rank is gone" in err
 
 
 def test_two_processes_cannot_train_one_run(tmp_path, data):

@@ -183,7 +183,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, data):
         run(tmp_path, data, "learning_rate.peak=0.02", resume="auto")
     with pytest.raises(RunError, match="already holds a run"):
         run(tmp_path, data)
-    with pytest.raises(RunError, match="holds no run to resume"):
+    with pytest.raises(RunError, match="holds no checkpoint to resume"):
         run(tmp_path, data, name="other", resume="must")
     assert sorted(path for path in (tmp_path / "runs").rglob("*")) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 
@@ -75,6 +76,8 @@ class Checkpointing(StepCallback):
         failure: OSError | None = None
         if first:
             try:
+                if not self._folder.exists():
+                    raise FileNotFoundError(errno.ENOENT, "the run folder was moved or removed", self._folder.path)
                 store.begin(step)
                 config_files.save(module.config, aside / CONFIG)
                 (aside / TOKENIZER).write_bytes(self._tokenizer.content)

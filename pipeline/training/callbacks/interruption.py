@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, end."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and a terminal that closes: finish the step, save, end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.training.callbacks.checkpointing import Checkpointing
 from pipeline.training.callbacks.steps import StepCallback
 from pipeline.training.module import PretrainingModule
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interruption(StepCallback):
