@@ -25,7 +25,7 @@ INTRODUCTION = """\
 
 A configuration is made of YAML files and overrides:
 
-    backfeed train configs/rlt_1b.yaml configs/cluster/h100x8.yaml solver.interval=4
+    backfeed train configs/rlt_120m.yaml my_cluster.yaml run.name=first training.devices=8
 
 - **Merging.** Files are merged left to right, then come the overrides; the last one wins. Sections are merged key by
   key. Lists are replaced whole. What no layer sets has its default; what has none is *required*.
