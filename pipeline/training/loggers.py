@@ -78,9 +78,10 @@ class CSVMetrics(Logger):
         for path in sorted(self.folder.glob("*.csv")):
             with path.open(newline="", errors="replace") as file:
                 rows = list(csv.reader(file))
-            if not rows:
-                continue
             kept = [row for row in rows[1:] if len(row) == len(rows[0]) and row[0].isdigit() and int(row[0]) <= step]
+            if not kept:  # whatever comes next may have other columns
+                path.unlink()
+                continue
             text = io.StringIO()
             csv.writer(text).writerows([rows[0], *kept])
             write_atomically(path, text.getvalue())

@@ -78,6 +78,14 @@ def test_csv_rows_are_cut_on_resume(tmp_path):
     assert read(tmp_path / "metrics/validation.csv")[1:] == [["2", "0.5"]]
 
 
+def test_a_run_that_begins_anew_may_have_other_columns(tmp_path):
+    logger = CSVMetrics(tmp_path)
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    logger.cut(0)
+    logger.log_metrics({"train/loss": 2.0, "solver/interval": 4}, 1)
+    assert read(tmp_path / "train.csv") == [["step", "train/loss", "solver/interval"], ["1", "2.0", "4"]]
+
+
 def test_floats_survive_the_csv(tmp_path):
     logger = CSVMetrics(tmp_path)
     value = float(torch.tensor(1 / 3))
