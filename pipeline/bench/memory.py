@@ -23,44 +23,47 @@ from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.training.module import draw_weights
 
 ROWS, VOCAB = 4, 512
+Row = dict[str, Any]
 
 
-def run(lengths: tuple[int, ...] = (64, 256), repeats: int = 3) -> list[dict[str, Any]]:
+def run(shapes: tuple[tuple[int, int], ...] = ((128, 64), (128, 256), (512, 256)), repeats: int = 3) -> list[Row]:
     """Measure, print a table, return its rows.
 
     Args:
-        lengths: positions in a row, T.
+        shapes: pairs of width and positions in a row, T.
         repeats: timed steps of each setting, alternating; the median counts.
     """
-    config = RLTConfig("rlt", vocab_size=VOCAB, width=128, heads=4, encoder_layers=2, decoder_layers=2, window=8)
+    print(f"RLT 2+2, {ROWS} rows, B = 1, float32, {torch.get_num_threads()} threads; segment 0 keeps everything")
+    print(f"{'width':>6}{'T':>6}{'segment':>9}{'peak MB':>10}{'of none':>9}{'step s':>9}{'of none':>9}")
+    return [row for width, length in shapes for row in compare(width, length, repeats)]
+
+
+def compare(width: int, length: int, repeats: int) -> list[Row]:
+    """Measure all segment lengths at one shape; print and return a row for each."""
+    config = RLTConfig("rlt", vocab_size=VOCAB, width=width, heads=4, encoder_layers=2, decoder_layers=2, window=8)
     model = models.build(config)
     draw_weights(model, 0)
-    print(f"RLT 2+2, width 128, {ROWS} rows, B = 1, float32, {torch.get_num_threads()} threads")
-    print(f"{'T':>6}{'segment':>9}{'peak MB':>10}{'of none':>9}{'step s':>9}{'of none':>9}")
-    rows = []
-    for length in lengths:
-        segments = sorted({0, 4, math.isqrt(length), length // 4})
-        chosen = {segment: solver(segment) for segment in segments}
-        tokens = torch.randint(VOCAB, (ROWS, length + 1), generator=torch.Generator().manual_seed(0))
-        seconds: dict[int, list[float]] = {segment: [] for segment in segments}
-        for _ in range(repeats):
-            for segment, each in chosen.items():
-                seconds[segment].append(timed(model, each, tokens))
-        base: dict[str, Any] = {}
+    tokens = torch.randint(VOCAB, (ROWS, length + 1), generator=torch.Generator().manual_seed(0))
+    chosen = {segment: solver(segment) for segment in sorted({0, 4, math.isqrt(length), length // 4})}
+    seconds: dict[int, list[float]] = {segment: [] for segment in chosen}
+    for _ in range(repeats):
         for segment, each in chosen.items():
-            found = {
-                "length": length,
-                "segment": segment,
-                "peak_bytes": peak(model, each, tokens),
-                "seconds": statistics.median(seconds[segment]),
-            }
-            base = base or found
-            rows.append(found)
-            print(
-                f"{length:>6}{segment or 'none':>9}{found['peak_bytes'] / 1e6:>10.1f}"
-                f"{found['peak_bytes'] / base['peak_bytes']:>9.0%}{found['seconds']:>9.3f}"
-                f"{found['seconds'] / base['seconds']:>9.2f}"
-            )
+            seconds[segment].append(timed(model, each, tokens))
+    rows: list[Row] = []
+    for segment, each in chosen.items():
+        row: Row = {
+            "width": width,
+            "length": length,
+            "segment": segment,
+            "peak_bytes": peak(model, each, tokens),
+            "seconds": statistics.median(seconds[segment]),
+        }
+        rows.append(row)
+        memory, time_ = (row[name] / rows[0][name] for name in ("peak_bytes", "seconds"))
+        print(
+            f"{width:>6}{length:>6}{segment:>9}{row['peak_bytes'] / 1e6:>10.1f}{memory:>9.0%}"
+            f"{row['seconds']:>9.3f}{time_:>9.2f}"
+        )
     return rows
 
 

@@ -137,8 +137,9 @@ class Chunked(Solver):
         for first in range(0, len(chunks), segment):
             part = chunks[first : first + segment]
             if segment < len(chunks):
+                # The check that the second computation matches the first costs as much as a layer; tests make it.
                 found, memory, register = checkpoint(
-                    run_chunks, model, inputs, part, memory, register, use_reentrant=False
+                    run_chunks, model, inputs, part, memory, register, use_reentrant=False, determinism_check="none"
                 )
             else:
                 found, memory, register = run_chunks(model, inputs, part, memory, register)

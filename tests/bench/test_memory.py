@@ -55,7 +55,7 @@ def test_segments_of_time_keep_less():
 
 
 def test_table(capsys):
-    rows = memory.run(lengths=(16,), repeats=1)
+    rows = memory.run(shapes=((32, 16),), repeats=1)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 + len(rows)
     assert rows[0]["segment"] == 0
