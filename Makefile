@@ -1,6 +1,7 @@
 # make setup   environment in .venv
 # make demo    prepare a corpus, train, evaluate, write a sample (at most ten minutes on two cores)
-# make test    all tests but the slow ones
+# make test    all tests, some five minutes
+# make crash   kill a run again and again, and count the survivals: some six minutes
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ READY := $(VENV)/.ready
 RUN := runs/rlt_demo
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow crash lint format docs clean
+.PHONY: setup demo test crash lint format docs clean
 
 setup: $(READY)
 
@@ -30,9 +31,6 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
-
-test-slow: setup
-	$(BIN)/python -m pytest -m slow
 
 crash: setup
 	$(BIN)/python -m tests.crash
