@@ -179,12 +179,14 @@ class CheckpointStore:
             for path in self.folder.glob(f"{_ASIDE}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def prune(self, keep_last: int, keep_every_steps: int) -> None:
+    def prune(self, written: int, keep_last: int, keep_every_steps: int) -> None:
         """Remove all but the newest ``keep_last`` and those at multiples of ``keep_every_steps`` (0: no such ones).
 
-        Called after a new one has become visible, so that there is always a whole one.
+        Later ones than that of step ``written``, just made visible, are damaged: the run has resumed from before them.
+        They do not count, or a whole one would go and a damaged one stay.
         """
-        for checkpoint in self.list()[:-keep_last]:
+        found = [checkpoint for checkpoint in self.list() if checkpoint.step <= written]
+        for checkpoint in found[:-keep_last]:
             if keep_every_steps and checkpoint.step % keep_every_steps == 0:
                 continue
             # Hide it first: a removal that is cut short must not leave half a checkpoint in sight.

@@ -112,8 +112,22 @@ def test_prune(tmp_path, keep_last, keep_every, left):
     store = CheckpointStore(tmp_path)
     for step in (10, 20, 30, 40, 50):
         write(store, step)
-    store.prune(keep_last, keep_every)
+    store.prune(50, keep_last, keep_every)
     assert [each.step for each in store.list()] == left
+
+
+def test_prune_counts_no_damaged_one_for_a_whole_one(tmp_path):
+    """Resumed from 10, since 30 is damaged, and saved at 20: 20 must stay, whatever lies after it."""
+    store = CheckpointStore(tmp_path)
+    for step in (10, 30, 20):
+        write(store, step)
+    (store.at(30).path / "model.bin").unlink()
+    store.prune(20, keep_last=1, keep_every_steps=0)
+    assert [each.step for each in store.list()] == [20, 30]
+    with pytest.warns(RunWarning, match="is missing"):
+        newest = store.newest_whole()
+    assert newest is not None
+    assert newest.step == 20
 
 
 def test_other_names_are_none_of_its_business(tmp_path):
@@ -141,7 +155,7 @@ while True:
     with store.writing(step) as folder:
         for part in range(4):
             (folder / f"{part}.bin").write_bytes(bytes([part, step % 256]) * 50_000)
-    store.prune(2, 0)
+    store.prune(step, 2, 0)
     print(step, flush=True)
 """
 

@@ -92,7 +92,7 @@ class Checkpointing(StepCallback):
                 if failure is None:
                     store.finish(step, **self._description(module, step))
                     keep = module.config.checkpoint
-                    store.prune(keep.keep_last, keep.keep_every_steps)
+                    store.prune(step, keep.keep_last, keep.keep_every_steps)
             except OSError as error:
                 failure = error
             if failure is not None:
