@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline import config_files
 from pipeline.config import Config
 from pipeline.data.manifest import Manifest
@@ -134,3 +136,10 @@ def forget_after(folder: Path, step: int) -> None:
     for checkpoint in CheckpointStore(folder / "checkpoints").list():
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
+
+
+def assert_close(found: dict[int, str], expected: dict[int, str], relative: float = 1e-5) -> None:
+    """Compare the losses of two runs step by step, to float tolerance."""
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert float(found[step]) == pytest.approx(float(loss), rel=relative), step

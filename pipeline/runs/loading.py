@@ -52,7 +52,7 @@ def load(path: Path, *, step: int | None = None, device: torch.device | str = "c
         RunError: no whole checkpoint is there, or it does not fit its configuration.
     """
     checkpoint = find(path, step)
-    description = checkpoint.verify()
+    description = checkpoint.describe()
     config = config_files.load(Config, [checkpoint.path / CONFIG], [])
     model = models.build(config.model).to(device).eval()
     try:
@@ -68,20 +68,21 @@ def load(path: Path, *, step: int | None = None, device: torch.device | str = "c
 
 
 def find(path: Path, step: int | None) -> Checkpoint:
-    """Return the checkpoint that ``path`` and ``step`` mean; see ``load``."""
+    """Return the checkpoint that ``path`` and ``step`` mean, its hashes checked; see ``load``."""
     if not path.is_dir():
         raise RunError(f"{path} is not a folder; give a run folder or one of its checkpoints")
     if (path / DESCRIPTION).is_file():
-        found = Checkpoint(path, 0)
-        found = Checkpoint(path, int(found.describe()["step"]))
-        if step is not None and step != found.step:
-            raise RunError(f"{path} is the checkpoint of step {found.step}, not {step}; give the run folder instead")
-        return found
+        found = int(Checkpoint(path, 0).verify()["step"])
+        if step is not None and step != found:
+            raise RunError(f"{path} is the checkpoint of step {found}, not {step}; give the run folder instead")
+        return Checkpoint(path, found)
     folder = RunFolder(path)
     if not folder.exists():
         raise RunError(f"{path} is neither a run folder (config.yaml) nor a checkpoint ({DESCRIPTION})")
     if step is not None:
-        return folder.checkpoints.at(step)
+        chosen = folder.checkpoints.at(step)
+        chosen.verify()
+        return chosen
     newest = folder.checkpoints.newest_whole()
     if newest is None:
         raise RunError(f"{path} has no checkpoint yet; train it first")

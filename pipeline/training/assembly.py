@@ -14,6 +14,7 @@ from pipeline.data.stream import EvaluationStream, TrainStream
 from pipeline.data.tokenizer import Tokenizer, load_token_bytes
 from pipeline.errors import ConfigError
 from pipeline.models import Architecture
+from pipeline.models.base import count_parameters
 from pipeline.progress import Progress
 from pipeline.runs.folder import RunFolder
 from pipeline.solvers.schedules import SolverSchedule
@@ -177,7 +178,7 @@ class Assembly:
     def greet(self) -> None:
         """Say what is about to be trained."""
         config, model = self.config, self.module.model
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = count_parameters(model)
         flops = 3 * self.module.solver.flops_per_token(model, config.data.sequence_length)
         say(
             f"{config.model.architecture}, {count:,} parameters, {flops / 1e6:.1f} MFLOP a token in training; "

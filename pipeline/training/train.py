@@ -16,6 +16,7 @@ from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
 from pipeline.errors import ConfigError, RunError, TrainingError
 from pipeline.models import Architecture, ArchitectureConfig
+from pipeline.models.base import count_parameters
 from pipeline.runs.folder import Resume, RunFolder
 from pipeline.training import distributed
 from pipeline.training.assembly import Assembly
@@ -76,7 +77,7 @@ def build(config: Config) -> Architecture:
         if "alloc" not in str(error) and "memory" not in str(error):
             raise
         with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in models.build(config.model).parameters())
+            count = count_parameters(models.build(config.model))
         raise ConfigError(
             f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
             "hold; choose a smaller width, vocab_size or depth"
@@ -107,7 +108,7 @@ def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> Architectu
 
 def check_space(folder: RunFolder, model: Architecture, config: Config) -> None:
     """Raise RunError if the checkpoints that will lie side by side do not fit on the disk."""
-    one = 3 * sum(4 * parameter.numel() for parameter in model.parameters())  # weights and two moments in float32
+    one = 3 * 4 * count_parameters(model)  # weights and two moments in float32
     needed = one * max(1, config.checkpoint.keep_last + 1 - len(folder.checkpoints.list()))
     free = shutil.disk_usage(folder.path).free
     if free < needed:

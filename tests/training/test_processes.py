@@ -12,7 +12,7 @@ import pytest
 from pipeline import config_files
 from pipeline.runs.checkpoints import CheckpointStore
 from tests.crash import survive
-from tests.support import backfeed, command, environment, losses, one_line, rows, run_config
+from tests.support import assert_close, backfeed, command, environment, losses, one_line, rows, run_config
 
 
 def config_file(tmp_path, data, *overrides, **options):
@@ -223,9 +223,3 @@ def seen_samples(record):
             entry = json.loads(line)
             found.setdefault(entry["step"], []).extend(entry["samples"])
     return sorted((step, sample) for step, samples in found.items() for sample in samples)
-
-
-def assert_close(found, expected, relative=1e-5):
-    assert found.keys() == expected.keys()
-    for step, loss in expected.items():
-        assert float(found[step]) == pytest.approx(float(loss), rel=relative), step

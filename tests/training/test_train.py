@@ -13,7 +13,7 @@ from pipeline.evaluation.report import report
 from pipeline.runs.checkpoints import CheckpointStore
 from pipeline.runs.loading import load
 from pipeline.training.train import train
-from tests.support import forget_after, losses, prepare_data, rows, run_config
+from tests.support import assert_close, forget_after, losses, prepare_data, rows, run_config
 
 NINETY_NINE_GPUS = [
     "training.accelerator=cuda",
@@ -221,9 +221,3 @@ def test_finished_run_says_so(tmp_path, data, capsys):
     _, config = run(tmp_path, data)
     assert train(config, "auto").step == 12
     assert "nothing is left to train" in capsys.readouterr().out
-
-
-def assert_close(found, expected, relative=1e-5):
-    assert found.keys() == expected.keys()
-    for step, loss in expected.items():
-        assert float(found[step]) == pytest.approx(float(loss), rel=relative), step
