@@ -87,9 +87,12 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"backfeed {__version__}")
     verbs = root.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_prepare(verbs)
+    _add_convert(verbs)
     _add_train(verbs)
     _add_evaluate(verbs)
     _add_generate(verbs)
+    _add_iterate(verbs)
+    _add_describe(verbs)
     _add_bench(verbs)
     return root
 
@@ -153,6 +156,35 @@ def _prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_convert(verbs: Verbs) -> None:
+    verb = _verb(verbs, "convert", "make a pretrained transformer one that feeds back", _convert)
+    verb.add_argument("path", type=Path, metavar="SOURCE", help="run, checkpoint, or folder of Hugging Face's")
+    verb.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
+    verb.add_argument("--to", required=True, metavar="ARCHITECTURE", help="crt, fbt, lrt or transformer")
+    verb.add_argument("--step", type=int, help="checkpoint of a run to take (default: the newest whole one)")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the weights that SOURCE does not have (default: 0)")
+    verb.add_argument(
+        "settings",
+        nargs="*",
+        metavar="model.key=value",
+        help="settings that SOURCE does not have (model.correction_width=2048)",
+    )
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pipeline.conversion.convert import convert
+    from pipeline.conversion.folder import LAYER
+
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed is {options.seed}; it must be at least 0 and below 2**63")
+    made = convert(options.path, options.output, options.to, options.settings, step=options.step, seed=options.seed)
+    print(f"{made.folder}: {made.config.architecture}, {made.parameters:,} parameters, {made.drawn:,} of them new")
+    for remark in made.remarks:
+        print(remark)
+    print(f"train it with: backfeed train {made.folder / LAYER} RECIPE.yaml data.path=...")
+    return 0
+
+
 def _add_train(verbs: Verbs) -> None:
     verb = _verb(verbs, "train", "train a run", _train)
     _add_settings(verb, "solver.interval=4")
@@ -193,9 +225,19 @@ def _add_trained(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
 
 
+def _add_solver(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "settings",
+        nargs="*",
+        metavar="solver.key=value",
+        help="another solver, or other settings, than in training (solver.passes=8)",
+    )
+
+
 def _add_evaluate(verbs: Verbs) -> None:
     verb = _verb(verbs, "evaluate", "measure loss, perplexity and bits per byte of a run", _evaluate)
     _add_trained(verb)
+    _add_solver(verb)
     verb.add_argument("--split", help="split of the data (default: the run's validation split)")
     verb.add_argument("--data", type=Path, help="prepared data folder (default: the run's own)")
     verb.add_argument(
@@ -211,9 +253,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     if options.tokens < 0:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no folder {options.json.absolute().parent}; make it first")
-    trained = load(options.path, step=options.step, device=devices.choose(options.device))
+    _check_folder("json", options.json)
+    trained = load(options.path, step=options.step, device=devices.choose(options.device), overrides=options.settings)
     split = options.split or trained.config.validation.split
     rows = report.report(trained, split, data=options.data, tokens=options.tokens)
     print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}, split {split}")
@@ -232,7 +273,13 @@ def _add_generate(verbs: Verbs) -> None:
     verb.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default: all)")
     verb.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest of total probability p")
     verb.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
-    verb.add_argument("--sequential", action="store_true", help="feed back at every token, whatever the training did")
+    verb.add_argument(
+        "--decode",
+        choices=["trained", "standard", "soft", "fused", "recurrent"],
+        default="trained",
+        help="trained: as in training (default); standard: nothing is fed back; soft: the prompt in a plain pass, "
+        "then every token is fed; fused: it in a plain and a fed pass; recurrent: every token of the prompt is fed too",
+    )
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -240,7 +287,7 @@ def _generate(options: argparse.Namespace) -> int:
     from pipeline.generation.generate import generate
     from pipeline.generation.sampling import Sampling
     from pipeline.runs.loading import load
-    from pipeline.solvers import sequential
+    from pipeline.solvers import decoding
 
     if options.tokens < 1:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 1")
@@ -252,7 +299,7 @@ def _generate(options: argparse.Namespace) -> int:
         raise ConfigError("--prompt is not valid UTF-8; check the terminal's locale, or write the text again") from None
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     trained = load(options.path, step=options.step, device=devices.choose(options.device))
-    solver = sequential(trained.solver) if options.sequential else trained.solver
+    solver = decoding(trained.solver, options.decode)
     tokenizer = trained.tokenizer
     prompt = [tokenizer.document_id, *tokenizer.encode(options.prompt)]
     stop, decoder = tokenizer.document_id, tokenizer.stream_decoder()
@@ -267,9 +314,83 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_iterate(verbs: Verbs) -> None:
+    verb = _verb(verbs, "iterate", "run many more passes than in training, and see whether they settle", _iterate)
+    verb.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of checkpoints")
+    verb.add_argument("--passes", type=int, default=30, help="passes to run (default: 30)")
+    verb.add_argument("--split", help="split of the data (default: each run's validation split)")
+    verb.add_argument("--tokens", type=int, default=32_768, help="tokens to evaluate on, in whole rows; 0 for all")
+    verb.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    verb.add_argument("--plot", type=Path, metavar="FILE", help="also draw it (.svg, .png or .pdf)")
+
+
+def _iterate(options: argparse.Namespace) -> int:
+    from pipeline import devices
+    from pipeline.evaluation import iteration, iteration_plot
+    from pipeline.evaluation.data import EvaluationData
+    from pipeline.progress import Progress
+    from pipeline.runs.loading import load
+
+    if options.tokens < 0:
+        raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
+    for name in ("json", "plot"):
+        _check_folder(name, getattr(options, name))
+    if options.plot is not None:
+        iteration_plot.check(options.plot)
+    found = {}
+    for path in options.paths:
+        trained = load(path, device=devices.choose(options.device))
+        data = EvaluationData.open(trained, options.split or trained.config.validation.split, tokens=options.tokens)
+        with Progress(data.rows, "rows", trained.config.run.name) as progress:
+            passes = iteration.iterate(
+                trained.model, data.batches(), data.token_bytes, options.passes, advanced=progress.advance
+            )
+        print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}")
+        print(iteration.table(passes))
+        found[str(path)] = passes
+    if options.json is not None:
+        iteration.save(found, options.json)
+    if options.plot is not None:
+        iteration_plot.plot({Path(name).name: passes for name, passes in found.items()}, options.plot)
+    return 0
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    """Raise ConfigError if the folder of a file to be written is not there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--{option} {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def _add_describe(verbs: Verbs) -> None:
+    verb = _verb(verbs, "describe", "count parameters, FLOPs, state and cache of a configuration", _describe)
+    _add_settings(verb, "model.width=2048")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+
+
+def _describe(options: argparse.Namespace) -> int:
+    from pipeline import config_files, description
+    from pipeline.config import Config
+
+    _check_folder("json", options.json)
+    config = config_files.load(Config, *split_settings(options.settings))
+    if options.print_config:
+        print(config_files.to_yaml(config), end="")
+        return 0
+    found = description.describe(config)
+    print(description.table(found))
+    if options.json is not None:
+        description.save(found, options.json)
+    return 0
+
+
 def _add_bench(verbs: Verbs) -> None:
     verb = _verb(verbs, "bench", "measure, and print a table", _bench)
-    verb.add_argument("benchmark", choices=["data", "memory"], help="data: the stream's rate; memory: checkpointing")
+    verb.add_argument(
+        "benchmark",
+        choices=["data", "memory", "pairs"],
+        help="data: the stream's rate; memory: activation checkpointing; pairs: every architecture under every solver",
+    )
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
 
 

@@ -6,6 +6,7 @@ in that architecture's or solver's own file. ``docs/configuration.md`` is genera
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pipeline.choices import chosen_by
 from pipeline.errors import ConfigError
 from pipeline.models import ARCHITECTURES, ArchitectureConfig
 from pipeline.solvers import SOLVERS, SolverConfig
+from pipeline.solvers.schedules import Mixture
 
 
 @dataclass
@@ -30,6 +32,9 @@ class RunConfig:
     """Folder that holds the run folders."""
     seed: int = 0
     """Seed of the initial weights, of the order of the data and of everything else that is drawn."""
+    initial_weights: str | None = None
+    """Folder whose weights the run starts from: one that ``backfeed convert`` made, or a checkpoint of the same
+    architecture. None draws them. A run that is resumed goes on from its own checkpoint."""
 
     def check(self) -> None:
         """Raise ConfigError unless the name is that of one folder and the seed is one that generators take."""
@@ -72,12 +77,33 @@ class DataConfig:
 
 @dataclass
 class Stage:
-    """One stage of a schedule: from ``at`` on the setting has ``value``."""
+    """One stage of a schedule: from ``at`` on the setting has ``value``, or one of ``draw`` anew in every step."""
 
     at: float = MISSING
     """Where the stage begins, as a fraction of the run's tokens (0 is the start)."""
-    value: Any = MISSING
+    value: Any = None
     """Value of the setting from there on."""
+    draw: list[Any] = field(default_factory=list)
+    """Values of which one is drawn for every step, from the run's seed and the step, the same on all ranks. Evaluation
+    takes the one that comes closest to the exact recurrence."""
+    weights: list[float] = field(default_factory=list)
+    """How often each value of ``draw`` is drawn, relative to the others; none draws all alike."""
+
+    def setting(self, name: str) -> Any:
+        """Return the value, or the mixture of values, of the setting ``name``; raise ConfigError unless it is one."""
+        if (self.value is None) == (not self.draw):
+            raise ConfigError(f"schedules.{name}: a stage has either a value or a draw; at {self.at} it must have one")
+        if not self.draw:
+            if self.weights:
+                raise ConfigError(f"schedules.{name}: weights belong to a draw; the stage at {self.at} has a value")
+            return self.value
+        weights = self.weights or [1.0] * len(self.draw)
+        if len(weights) != len(self.draw) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            raise ConfigError(
+                f"schedules.{name}: the stage at {self.at} has weights {weights} for draw {self.draw}; there must be "
+                "one for each, none below 0, not all 0"
+            )
+        return Mixture(tuple(self.draw), tuple(weights))
 
 
 @dataclass
@@ -85,30 +111,89 @@ class OptimizerConfig:
     """What all optimisers share."""
 
     name: str = MISSING
-    """Optimiser: ``adamw``."""
+    """Optimiser: ``adamw`` or ``muon``."""
 
 
 @dataclass
-class AdamWConfig(OptimizerConfig):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), decaying matrices only."""
+class AdamConfig(OptimizerConfig):
+    """What optimisers with AdamW in them share."""
 
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of AdamW's second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of weight matrices. Norm weights, biases, embeddings and initial states are not decayed."""
+    decay_to_zero: bool = False
+    """Let weight decay fall linearly over the run, from its full value in the first step to 0 after the last."""
 
     def check(self) -> None:
         """Raise ConfigError on values out of range."""
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+            below_one(f"optimizer.{name}", getattr(self, name))
         at_least("optimizer.weight_decay", self.weight_decay, 0)
-        if self.eps <= 0:
-            raise ConfigError(f"optimizer.eps is {self.eps}; it must be above 0")
+        above_zero("optimizer.eps", self.eps)
+
+
+@dataclass
+class AdamWConfig(AdamConfig):
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), decaying matrices only."""
+
+    base_width: int | None = None
+    """Width at which ``learning_rate.peak`` holds for all parameters: the rate of hidden matrices is multiplied by
+    base_width / ``model.width``; embeddings, head and vectors keep theirs. None: no scaling."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        super().check()
+        if self.base_width is not None:
+            at_least("optimizer.base_width", self.base_width, 1)
+
+
+@dataclass
+class MuonConfig(AdamConfig):
+    """Muon (Jordan et al. 2024) for the hidden weight matrices, AdamW for all the rest.
+
+    Matrices that are packed into one weight (queries, keys and values, for one) are orthogonalised each by itself.
+    """
+
+    momentum: float = 0.95
+    """Decay of Muon's average of gradients."""
+    nesterov: bool = True
+    """Add the gradient once more to the average before it is orthogonalised (Nesterov's momentum)."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations of the orthogonalisation."""
+    adjust_rate: Literal["original", "match_rms_adamw"] = "original"
+    """How a matrix's shape scales its rate: ``original`` multiplies by sqrt(max(1, rows / columns)),
+    ``match_rms_adamw`` by 0.2 sqrt(max(rows, columns)), which suits rates and decay found for AdamW."""
+    embedding_peak: float | None = None
+    """Peak rate of embeddings; the schedule scales it as it does ``learning_rate.peak``, which is Muon's. None takes
+    ``learning_rate.peak``."""
+    head_peak: float | None = None
+    """Peak rate of an untied head's matrix; none takes ``learning_rate.peak``."""
+    vector_peak: float | None = None
+    """Peak rate of norm weights, biases, scalars and initial states; none takes ``learning_rate.peak``."""
+    head_weight_decay: float | None = None
+    """Decoupled decay of an untied head's matrix; none takes ``weight_decay``."""
+    base_width: int | None = None
+    """Width at which the rates of embeddings and head hold: they are multiplied by
+    (``model.width`` / base_width)^-1/2. None: no scaling."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range."""
+        super().check()
+        below_one("optimizer.momentum", self.momentum)
+        at_least("optimizer.ns_steps", self.ns_steps, 1)
+        at_most("optimizer.ns_steps", self.ns_steps, 99)
+        for name in ("embedding_peak", "head_peak", "vector_peak"):
+            if getattr(self, name) is not None:
+                above_zero(f"optimizer.{name}", getattr(self, name))
+        if self.head_weight_decay is not None:
+            at_least("optimizer.head_weight_decay", self.head_weight_decay, 0)
+        if self.base_width is not None:
+            at_least("optimizer.base_width", self.base_width, 1)
 
 
 @dataclass
@@ -124,8 +209,7 @@ class LearningRateConfig:
 
     def check(self) -> None:
         """Raise ConfigError on values out of range."""
-        if self.peak <= 0:
-            raise ConfigError(f"learning_rate.peak is {self.peak}; it must be above 0")
+        above_zero("learning_rate.peak", self.peak)
         at_least("learning_rate.warmup_tokens", self.warmup_tokens, 0)
 
 
@@ -316,7 +400,7 @@ def solver_configs() -> Mapping[str, type]:
 
 def optimizer_configs() -> Mapping[str, type]:
     """Return the dataclass of every optimiser's settings, by name."""
-    return {"adamw": AdamWConfig}
+    return {"adamw": AdamWConfig, "muon": MuonConfig}
 
 
 def learning_rate_configs() -> Mapping[str, type]:
@@ -338,7 +422,9 @@ class Config:
     """How the recurrence is evaluated; the settings depend on ``solver.name``."""
     schedules: dict[str, list[Stage]] = field(default_factory=dict)
     """Settings of the solver that change over the run, each as a list of stages: ``interval: [{at: 0, value: 64},
-    {at: 0.5, value: 1}]`` anneals the feedback interval. A scheduled setting takes its value from here alone."""
+    {at: 0.5, value: 1}]`` anneals the feedback interval, ``passes: [{at: 0, value: 1}, {at: 0.75, draw: [2, 3],
+    weights: [0.88, 0.12]}]`` brings feedback in late. A scheduled setting takes its value from here alone. An empty
+    list takes a schedule of an earlier file away."""
     optimizer: OptimizerConfig = chosen_by(OptimizerConfig, "name", optimizer_configs)
     """Optimiser; the settings depend on ``optimizer.name``."""
     learning_rate: LearningRateConfig = chosen_by(LearningRateConfig, "name", learning_rate_configs)
@@ -368,8 +454,12 @@ class Config:
 
     @property
     def stages(self) -> dict[str, list[tuple[float, Any]]]:
-        """The schedules as (fraction of the run's tokens, value)."""
-        return {name: [(stage.at, stage.value) for stage in stages] for name, stages in self.schedules.items()}
+        """The schedules as (fraction of the run's tokens, value or mixture of values); empty ones are left out."""
+        return {
+            name: [(stage.at, stage.setting(name)) for stage in stages]
+            for name, stages in self.schedules.items()
+            if stages
+        }
 
 
 # Settings that may differ when a run is resumed: they change neither what is learnt nor in which order.
@@ -402,3 +492,15 @@ def at_most(key: str, value: float, bound: float) -> None:
     """Raise ConfigError if ``value`` is above ``bound``."""
     if value > bound:
         raise ConfigError(f"{key} is {value}; it must be at most {bound}")
+
+
+def above_zero(key: str, value: float) -> None:
+    """Raise ConfigError unless ``value`` is above 0."""
+    if value <= 0:
+        raise ConfigError(f"{key} is {value}; it must be above 0")
+
+
+def below_one(key: str, value: float) -> None:
+    """Raise ConfigError unless ``value`` is at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise ConfigError(f"{key} is {value}; it must be at least 0 and below 1")

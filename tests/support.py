@@ -33,8 +33,11 @@ MODELS = {
         "alpha": 0.5,
     },
     "transformer": {"architecture": "transformer", "width": 16, "heads": 2, "layers": 2},
+    "crt": {"architecture": "crt", "width": 16, "heads": 2, "layers": 2, "correction_width": 24},
+    "lrt": {"architecture": "lrt", "width": 16, "heads": 2, "layers": 2},
+    "fbt": {"architecture": "fbt", "width": 16, "heads": 2, "layers": 2},
 }
-SOLVERS = {"rlt": "chunked", "transformer": "parallel"}
+SOLVERS = {"rlt": "chunked", "transformer": "parallel", "crt": "unrolled", "lrt": "interleaved", "fbt": "unrolled"}
 
 
 def write_text(folder: Path, documents: int = 120, seed: int = 0) -> Path:

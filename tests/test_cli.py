@@ -113,6 +113,19 @@ def test_prepare_train_evaluate_generate(tmp_path):
     assert first.stdout == again.stdout
     assert first.stdout.startswith("we the people")
     assert backfeed(*arguments, "--seed", "1", cwd=tmp_path).stdout != first.stdout
+    for mode in ("standard", "soft", "fused", "recurrent"):
+        done = backfeed(*arguments, "--decode", mode, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("we the people")
+
+    done = backfeed("evaluate", "runs/small", "solver.name=unrolled", "solver.passes=5", "--tokens", "64", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "unrolled passes=5" in done.stdout
+    assert "chunked interval=1" in done.stdout
+    done = backfeed("iterate", "runs/small", "--passes", "3", "--tokens", "64", "--plot", "found.svg", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "residual" in done.stdout
+    assert (tmp_path / "found.svg").stat().st_size > 1000
     step = CheckpointStore(tmp_path / "runs/small/checkpoints").at(8)
     assert (
         backfeed(*arguments, "--step", "8", cwd=tmp_path).stdout
@@ -284,3 +297,22 @@ def test_output_that_nobody_reads_any_more(place):
     done = subprocess.run(line, shell=True, capture_output=True, env=environment())
     assert done.returncode == 0
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate", "runs/small", "model.width=3"], "'model.width=3' is no setting of the solver"),
+        (["evaluate", "runs/small", "solver.passes=3"], "solver.passes"),
+        (["evaluate", "runs/small", "solver.name=unrolled", "solver.passes=0"], "is 0; a number of passes is a whole number"),
+        (["evaluate", "runs/small", "solver.interval=0"], "is 0; a feedback interval"),
+        (["iterate", "runs/small", "--passes", "1"], "--passes is 1"),
+        (["iterate", "runs/small", "--plot", "found.gif"], "must end in one of .svg, .png, .pdf"),
+        (["iterate", "runs/small", "--json", "nowhere/found.json"], "there is no folder"),
+        (["iterate", "runs/small", "--tokens", "-1"], "--tokens is -1"),
+        (["iterate", "runs/missing"], "is not a folder"),
+    ],
+    ids=str,
+)
+def test_mistakes_with_another_solver(complaint, place, arguments, words):
+    assert words in complaint(*arguments, cwd=place)

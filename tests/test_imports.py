@@ -28,7 +28,10 @@ ALLOWED = {
     "runs": BASE | {"config_files", "config", "data", "models", "solvers"},
     "evaluation": BASE | {"config", "data", "models", "solvers", "runs"},
     "generation": BASE | {"models", "solvers"},
-    "training": BASE | {"config_files", "devices", "config", "data", "models", "solvers", "runs", "evaluation"},
+    "conversion": BASE | {"config_files", "config", "data", "models", "runs"},
+    "training": BASE
+    | {"config_files", "conversion", "devices", "config", "data", "models", "solvers", "runs", "evaluation"},
+    "description": BASE | {"config", "data", "models", "solvers"},
     "bench": BASE | {"data", "models", "solvers", "evaluation", "training"},
     "cli": None,  # joins all of them
     "__main__": {"cli"},
@@ -79,6 +82,7 @@ def test_every_package_has_its_place():
         ("pipeline.config", ["lightning"]),
         ("pipeline.data.stream", ["lightning"]),
         ("pipeline.runs.loading", ["lightning"]),
+        ("pipeline.conversion.convert", ["lightning", "transformers"]),
     ],
 )
 def test_what_an_import_does_not_load(module, absent):

@@ -14,6 +14,10 @@ def run(name: str, file: Path | None) -> int:
         from pipeline.bench import data
 
         result: object = data.run()
+    elif name == "pairs":
+        from pipeline.bench import pairs
+
+        result = pairs.run()
     else:
         from pipeline.bench import memory
 

@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline import solvers
-from pipeline.data.loader import EvaluationLoader
-from pipeline.data.manifest import Manifest, check_shards
-from pipeline.data.stream import EvaluationStream
-from pipeline.data.tokenizer import load_token_bytes
-from pipeline.errors import DataError
+from pipeline.evaluation.data import EvaluationData
 from pipeline.evaluation.loss import LossSums, evaluate
 from pipeline.files import write_atomically
 from pipeline.progress import Progress
@@ -52,41 +46,19 @@ def report(trained: TrainedModel, split: str, *, data: Path | None = None, token
     Raises:
         DataError: the data were made with another tokenizer than the model's.
     """
-    manifest = Manifest.load(data or trained.config.data.path)
-    if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
-        raise DataError(
-            f"{manifest.folder} was prepared with another tokenizer than {trained.checkpoint.path} was trained with; "
-            "prepare the text again with the checkpoint's tokenizer.json (tokenizer.kind=file)"
-        )
-    check_shards(manifest, [split])
-    config = trained.config
-    length = config.data.sequence_length
-    rows = (config.validation.micro_batch_tokens or config.training.micro_batch_tokens) // length
-    stream = EvaluationStream(
-        manifest,
-        split,
-        sequence_length=length,
-        document_boundaries=config.data.document_boundaries,
-        rows_per_micro_batch=rows,
-        limit_tokens=tokens,
-    )
-    token_bytes = torch.from_numpy(load_token_bytes(manifest))
+    evaluation = EvaluationData.open(trained, split, data=data, tokens=tokens)
 
     def measured(mode: str, solver: Solver) -> Row:
         begin = time.perf_counter()
-        with Progress(stream.rows, "rows", mode) as progress:
-            sums = evaluate(trained.model, solver, EvaluationLoader(stream), token_bytes, advanced=progress.advance)
-        return Row(mode, describe(solver), sums, time.perf_counter() - begin)
+        with Progress(evaluation.rows, "rows", mode) as progress:
+            batches, token_bytes = evaluation.batches(), evaluation.token_bytes
+            sums = evaluate(trained.model, solver, batches, token_bytes, advanced=progress.advance)
+        return Row(mode, str(solver), sums, time.perf_counter() - begin)
 
     training, exact = measured("training", trained.solver), solvers.sequential(trained.solver)
-    if describe(exact) == training.solver:  # nothing to measure twice
+    if str(exact) == training.solver:  # nothing to measure twice
         return [training, replace(training, mode="sequential", seconds=0.0)]
     return [training, measured("sequential", exact)]
-
-
-def describe(solver: Solver) -> str:
-    """Return a solver and its settings in words."""
-    return " ".join([solver.config.name, *(f"{name}={value}" for name, value in solver.settings().items())])
 
 
 def table(rows: list[Row]) -> str:

@@ -18,17 +18,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.choices import Registry
 from pipeline.errors import ConfigError
+from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
-from pipeline.models.layers import Readout, init_linear, rotation
+from pipeline.models.layers import (
+    MLP,
+    CrossAttention,
+    FFNKind,
+    LayerNorm,
+    NormKind,
+    Readout,
+    RMSNorm,
+    Rope,
+    SelfAttention,
+    SwiGLU,
+    init_linear,
+    init_matrix,
+    make_norm,
+    rotation,
+)
 from pipeline.models.memory import KeyValueMemory
 
 Memory = Mapping[str, KeyValueMemory]
@@ -39,7 +56,7 @@ class ArchitectureConfig:
     """What all architectures share."""
 
     architecture: str = MISSING
-    """Architecture: ``transformer`` or ``rlt``."""
+    """Architecture: ``transformer``, ``crt``, ``lrt``, ``rlt`` or ``fbt``."""
     vocab_size: int | None = None
     """Rows of the embedding and of the readout; none takes the tokenizer's size."""
     width: int = MISSING
@@ -51,17 +68,41 @@ class ArchitectureConfig:
     head_dim: int | None = None
     """Width of a head; none takes width / heads."""
     ffn_width: int | None = None
-    """Hidden width of the feed-forward layers; none takes 8/3 of ``width``, rounded up to a multiple of 64."""
+    """Hidden width of the feed-forward layers; none takes 8/3 of ``width``, rounded up to a multiple of 64, for
+    ``swiglu``, and four times ``width`` for the others."""
+    norm: NormKind = "rms"
+    """Norms: ``rms`` (RMSNorm with a learned weight), ``rms_unlearned`` (without), or ``layer`` (LayerNorm with weight
+    and bias)."""
+    norm_eps: float = 1e-6
+    """Added to the mean square (or variance) in every norm."""
+    ffn: FFNKind = "swiglu"
+    """Feed-forward layers: ``swiglu``, ``gelu``, or ``relu2`` (squared ReLU)."""
+    linear_bias: bool = False
+    """Biases in the linear layers of attention and feed-forward."""
     qk_norm: bool = True
-    """RMSNorm on each head of queries and keys."""
+    """RMSNorm on each head of queries and keys; its weight is learned unless ``norm`` is ``rms_unlearned``."""
+    rope: Rope = "geometric"
+    """Rotary angles: ``geometric`` wavelengths, or position times ``integer`` channel number (the CRT author's)."""
     rope_base: float = 10_000.0
-    """Base of the rotary wavelengths."""
+    """Base of the geometric wavelengths."""
+    dropout: float = 0.0
+    """Share set to zero in training: of the embedding, attention weights, and outputs of attention and feed-forward."""
     tied_head: bool = True
     """Read logits with the embedding matrix."""
+    head_bias: bool = False
+    """A bias for each logit; needs a head of its own (``tied_head: false``)."""
+    logit_softcap: float = 0.0
+    """Logits are bounded by this: c tanh(logits / c). 0 leaves them as they are."""
     embedding_std: float = 0.02
     """Standard deviation of the embedding at the start."""
+    hidden_init: Literal["normal", "uniform"] = "normal"
+    """Distribution from which linear weights start."""
     hidden_std_factor: float = 0.5
-    """Linear weights start from a normal of standard deviation hidden_std_factor / sqrt(fan_in)."""
+    """Linear weights start with standard deviation hidden_std_factor / sqrt(fan_in)."""
+    head_std: float | None = None
+    """Standard deviation of a head of its own at the start; none takes that of linear weights."""
+    zero_init_outputs: bool = False
+    """The last matrix of every attention and feed-forward layer starts from zero."""
 
     def check(self) -> None:
         """Raise ConfigError on sizes that do not fit each other."""
@@ -71,9 +112,17 @@ class ArchitectureConfig:
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1")
         if self.rope_base <= 1:
             raise ConfigError(f"model.rope_base is {self.rope_base}; it must be above 1")
-        for name in ("embedding_std", "hidden_std_factor"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("embedding_std", "hidden_std_factor", "head_std", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"model.{name} is {value}; it must be at least 0")
+        if self.norm_eps <= 0:
+            raise ConfigError(f"model.norm_eps is {self.norm_eps}; it must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
+        for name in ("head_bias", "head_std"):
+            if getattr(self, name) and self.tied_head:
+                raise ConfigError(f"model.{name} is set; it needs a head of its own: set model.tied_head=false")
         if self.head_dim is None and self.width % self.heads:
             raise ConfigError(f"model.width is {self.width}; it must be a multiple of model.heads={self.heads}")
         if self.head_width % 2:
@@ -94,23 +143,53 @@ class ArchitectureConfig:
     @property
     def hidden_width(self) -> int:
         """Hidden width of the feed-forward layers."""
-        return self.ffn_width or -(-8 * self.width // 3 // 64) * 64
+        if self.ffn_width is not None:
+            return self.ffn_width
+        return -(-8 * self.width // 3 // 64) * 64 if self.ffn == "swiglu" else 4 * self.width
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward FLOPs of one token, averaged over a row; a multiply and an add count two, and products alone count.
+
+    Attributes:
+        prepare: what needs tokens alone, once.
+        prepare_feedback: what needs tokens alone and feedback alone needs, once.
+        advance: one pass over the position; attention counts the keys that are visible.
+        fed_position: for every position that is fed a state, each time.
+        fed_state: for every state that is fed, however many positions share it.
+        readout: the logits of one state.
+    """
+
+    prepare: float = 0.0
+    prepare_feedback: float = 0.0
+    advance: float = 0.0
+    fed_position: float = 0.0
+    fed_state: float = 0.0
+    readout: float = 0.0
 
 
 class Architecture(nn.Module, ABC):
     """One architecture with its weights.
 
-    Shapes below: rows R, positions n, width d, vocabulary V.
+    Shapes below: rows R, positions n, width d, width of a state s (``state_width``), vocabulary V.
+
+    A submodule may have a method ``init_own(generator)``, which ``init_weights`` calls after it has drawn all linear
+    layers, norms and embeddings.
 
     Attributes:
         Config: dataclass of its settings.
         feeds_back: a state is fed back, so that the solver matters.
+        begins_plain: a document's first position is computed alike with feedback and without.
+        refreshes: keys and values can be made anew when the state that they hold changes (``refresh``).
         checkpoint_blocks: recompute each block of a position-parallel stack in backward instead of keeping its
             activations. Loops over time are checkpointed by their solver, in segments.
     """
 
     Config: ClassVar[type[ArchitectureConfig]]
     feeds_back: ClassVar[bool]
+    begins_plain: ClassVar[bool] = False
+    refreshes: ClassVar[bool] = False
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()
@@ -119,7 +198,24 @@ class Architecture(nn.Module, ABC):
         self.config = config
         self.checkpoint_blocks = False
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.readout_layer = Readout(config.width, config.vocab_size, tied=config.tied_head)
+        self.readout_layer = Readout(
+            make_norm(config.norm, config.width, config.norm_eps),
+            config.width,
+            config.vocab_size,
+            tied=config.tied_head,
+            bias=config.head_bias,
+            softcap=config.logit_softcap,
+        )
+
+    @property
+    def draws(self) -> bool:
+        """In training something is drawn at random in every pass."""
+        return self.config.dropout > 0
+
+    @property
+    def state_width(self) -> int:
+        """Width of a state."""
+        return self.config.width
 
     @classmethod
     @abstractmethod
@@ -154,41 +250,68 @@ class Architecture(nn.Module, ABC):
         """Add what needs tokens alone and feedback alone needs, so that a pass without feedback does not pay for it."""
         return inputs
 
-    def initial_state(self, rows: int) -> Tensor:
-        """Return the state fed back to the first position of a document, [R, 1, d]."""
+    def initial_feedback(self, rows: int) -> Feedback:
+        """Return what is fed back to the first position of a document, states [R, 1, d]."""
         raise NotImplementedError(f"{type(self).__name__} feeds nothing back")
 
     @abstractmethod
-    def advance(self, inputs: Inputs, feedback: Tensor | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
+    def advance(self, inputs: Inputs, feedback: Feedback | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
         """Compute the states of some positions.
 
         Args:
             inputs: from ``prepare``, cut to the positions wanted.
-            feedback: the state fed back to them, [R, n, d], or [R, 1, d] for one that all share; None: feedback off.
+            feedback: what is fed back to them; None: nothing, the plain pass.
             memory: of the positions before; None: there are none, and none of these is to be kept.
 
         Returns:
-            States [R, n, d], and the memory with these positions added.
+            States [R, n, s], and the memory with these positions added.
         """
 
+    def fed_back(self, states: Tensor) -> Tensor:
+        """Return what of states [R, n, s] is fed back, [R, n, d]."""
+        return states
+
+    def fed_input(self, inputs: Inputs, feedback: Feedback | None) -> Tensor:
+        """Return what the recurrent part takes in at some positions, [R, n, d]; see ``advance`` for the arguments."""
+        raise NotImplementedError(f"{type(self).__name__} feeds nothing back")
+
+    def rewritable_memory(self, *, refreshes: bool = False) -> Memory:
+        """Return empty memories in which positions may be computed again.
+
+        Args:
+            refreshes: keep what ``refresh`` needs as well.
+        """
+        return {name: memory.rewritable() for name, memory in self.new_memory().items()}
+
+    def refresh(self, inputs: Inputs, feedback: Feedback, memory: Memory, where: Tensor) -> Memory:
+        """Make keys and values anew from what they were made of, and the states fed back now.
+
+        Args:
+            inputs: all positions that the memory holds.
+            feedback: what is fed back to them now, states [R, n, d].
+            memory: rewritable, with what ``refresh`` needs.
+            where: bool [R or 1, n]; the others keep theirs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot make keys and values anew")
+
     def readout(self, states: Tensor) -> Tensor:
-        """Map states [..., d] to logits [..., V]."""
+        """Map states [..., s] to logits [..., V]."""
         return self.readout_layer(states, self.embedding)
 
     @abstractmethod
-    def flops_per_token(self, length: int, *, feedback: float) -> float:
-        """Return the forward FLOPs of one token, averaged over a row of ``length`` tokens in one document.
-
-        Products alone are counted, a multiply and an add as two; attention counts the keys that are visible.
-
-        Args:
-            length: tokens of the row.
-            feedback: states fed back per token: 1 in the exact recurrence, 1 / B where B tokens share one, 0 without.
-        """
+    def flops(self, length: int) -> Flops:
+        """Return the forward FLOPs of a token, averaged over a row of ``length`` tokens in one document."""
 
     @abstractmethod
     def parts(self) -> dict[str, int]:
         """Return the number of parameters of each part; their sum is the model's."""
+
+    def mute_feedback(self) -> None:
+        """Set the weights that feedback alone uses so that it changes nothing, or as little as the architecture allows.
+
+        A plain transformer that becomes this architecture begins so.
+        """
+        raise NotImplementedError(f"a plain transformer cannot become {type(self).__name__}")
 
     def dormant_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that no gradient reaches while feedback is off."""
@@ -196,23 +319,51 @@ class Architecture(nn.Module, ABC):
 
     def undecayed_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that weight decay leaves alone: embeddings, and all that are no matrices."""
-        yield from self.embedding.parameters()
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                yield from module.parameters()
         yield from (parameter for parameter in self.parameters() if parameter.dim() < 2)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew, in a fixed order."""
-        nn.init.normal_(self.embedding.weight, std=self.config.embedding_std, generator=generator)
+        config = self.config
+        nn.init.normal_(self.embedding.weight, std=config.embedding_std, generator=generator)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                init_linear(module, self.config.hidden_std_factor, module.in_features, generator)
-            elif isinstance(module, nn.RMSNorm):
+                init_linear(module, config.hidden_std_factor, module.in_features, generator, config.hidden_init)
+            elif isinstance(module, nn.Embedding) and module is not self.embedding:
+                std = config.hidden_std_factor / config.width**0.5
+                init_matrix(module.weight, std, generator, config.hidden_init)
+            elif isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
+                if isinstance(module, LayerNorm):
+                    nn.init.zeros_(module.bias)
+        if self.readout_layer.head is not None and config.head_std is not None:
+            nn.init.normal_(self.readout_layer.head.weight, std=config.head_std, generator=generator)
+        for module in self.modules():
+            if config.zero_init_outputs:
+                self._zero_output(module)
+            init_own = getattr(module, "init_own", None)
+            if init_own is not None:
+                init_own(generator)
+
+    @staticmethod
+    def _zero_output(module: nn.Module) -> None:
+        if isinstance(module, SelfAttention | CrossAttention):
+            nn.init.zeros_(module.output.weight)
+        elif isinstance(module, SwiGLU | MLP):
+            nn.init.zeros_(module.down.weight)
 
     def embed(self, tokens: Tensor, index: Tensor, starts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return token embeddings [R, n, d] and the rotation tables of their positions as input values."""
+        config = self.config
         positions = index if starts is None else index - starts
-        cos, sin = rotation(positions, self.config.head_width, self.config.rope_base, self.embedding.weight.dtype)
-        return self.embedding(tokens), {"cos": cos, "sin": sin}
+        cos, sin = rotation(positions, config.head_width, config.rope_base, self.embedding.weight.dtype, config.rope)
+        return self.drop(self.embedding(tokens)), {"cos": cos, "sin": sin}
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Apply dropout in training."""
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
     def run_block(self, block: Callable[..., Any], *args: Any, parallel: bool) -> Any:
         """Call ``block``, keeping only its inputs for backward where ``checkpoint_blocks`` asks for it."""

@@ -51,9 +51,19 @@ class Inputs:
         """Return the same positions with more tensors [rows or 1, n, ...] to them."""
         return replace(self, values={**self.values, **values})
 
+    def without(self, name: str) -> Inputs:
+        """Return the same positions without the tensors called ``name``."""
+        return replace(self, values={key: value for key, value in self.values.items() if key != name})
+
     def cut(self, start: int, stop: int, row_stop: int) -> Inputs:
         """Return positions ``start`` to ``stop``, counted within these inputs; no row index reaches ``row_stop``."""
-        where = slice(start, stop)
+        return self._sliced(slice(start, stop), row_stop)
+
+    def strided(self, start: int, step: int, row_stop: int) -> Inputs:
+        """Return every ``step``-th position from ``start`` on; no row index reaches ``row_stop``."""
+        return self._sliced(slice(start, None, step), row_stop)
+
+    def _sliced(self, where: slice, row_stop: int) -> Inputs:
         return Inputs(
             index=self.index[:, where],
             starts=None if self.starts is None else self.starts[:, where],
@@ -62,12 +72,12 @@ class Inputs:
             shared=self.shared,
         )
 
-    def gather(self, where: Tensor, valid: Tensor, row_stop: int) -> Inputs:
+    def gather(self, where: Tensor, valid: Tensor | None, row_stop: int) -> Inputs:
         """Return positions picked row by row.
 
         Args:
             where: int64 [rows, n], place of each position within these inputs; anything in range where not ``valid``.
-            valid: bool [rows, n].
+            valid: bool [rows, n]; None where all are.
             row_stop: no picked row index reaches this.
         """
         return Inputs(

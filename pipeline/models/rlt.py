@@ -15,32 +15,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.models.base import ARCHITECTURES, Architecture, ArchitectureConfig, Memory, count_parameters
+from pipeline.models.base import ARCHITECTURES, Architecture, ArchitectureConfig, Flops, Memory, count_parameters
+from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
+    MLP,
     CrossAttention,
     HeadNorms,
-    RMSNorm,
+    PackedLinear,
     SelfAttention,
     SwiGLU,
     attend,
     init_linear,
+    init_matrix,
+    make_ffn,
+    make_norm,
     matmul_flops,
     normed,
     rotate,
 )
 from pipeline.models.memory import KeyValueMemory
-from pipeline.models.transformer import (
+from pipeline.models.stack import (
     Block,
     Join,
     Stack,
     attention_flops,
+    make_head_norms,
     mean_visible,
     readout_flops,
     stack_flops,
@@ -87,21 +95,24 @@ class RLTConfig(ArchitectureConfig):
 class Merge(nn.Module):
     """The gate through which the state enters (2.9-2.11)."""
 
-    def __init__(self, width: int, alpha: float) -> None:
+    def __init__(self, config: RLTConfig) -> None:
         super().__init__()
-        self.alpha = alpha
-        self.norm = RMSNorm(width)
+        width = config.width
+        self.alpha = config.alpha
+        self.norm = make_norm(config.norm, width, config.norm_eps)
         # W_g acts on [e; r]: its halves lie apart, since the first needs no state and is applied to all positions at
         # once. The second reads r as W_s does: one product for both.
         self.entry_gate = nn.Linear(width, width)
-        self.state = nn.Linear(width, 2 * width, bias=False)
+        self.state = PackedLinear(width, (width, width))
+        self.factor, self.kind = config.hidden_std_factor, config.hidden_init
 
-    def init_weights(self, factor: float, generator: torch.Generator | None) -> None:
+    def init_own(self, generator: torch.Generator | None) -> None:
         """Draw W_g by its fan-in, that of [e; r], and W_s by its own."""
         width = self.entry_gate.in_features
-        init_linear(self.entry_gate, factor, 2 * width, generator)
-        init_linear(self.state, factor, width, generator)
-        nn.init.normal_(self.state.weight[:width], std=factor / math.sqrt(2 * width), generator=generator)
+        init_linear(self.entry_gate, self.factor, 2 * width, generator, self.kind)
+        init_linear(self.state, self.factor, width, generator, self.kind)
+        with torch.no_grad():
+            init_matrix(self.state.weight[:width], self.factor / math.sqrt(2 * width), generator, self.kind)
 
     def forward(self, entry: Tensor, gate: Tensor, state: Tensor) -> Tensor:
         """Merge entry [R, n, d], with its half of the gate, and state [R, n or 1, d]."""
@@ -115,13 +126,13 @@ class EncoderMemory(nn.Module):
     def __init__(self, config: RLTConfig) -> None:
         super().__init__()
         self.kv_heads, self.head_dim = config.key_value_heads, config.head_width
-        self.norm = RMSNorm(config.width)
-        width = 2 * self.kv_heads * self.head_dim
-        self.key_value = nn.ModuleList(nn.Linear(config.width, width, bias=False) for _ in range(config.memory_groups))
-        self.head_norms = nn.ModuleList(HeadNorms(self.head_dim, query=False) for _ in range(config.memory_groups))
+        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+        parts, bias = (self.kv_heads * self.head_dim,) * 2, config.linear_bias
+        groups = range(config.memory_groups)
+        self.key_value = nn.ModuleList(PackedLinear(config.width, parts, bias=bias) for _ in groups)
+        norms = [make_head_norms(config, query=False) for _ in groups]
         self.qk_norm = config.qk_norm
-        if not config.qk_norm:
-            self.head_norms = nn.ModuleList()
+        self.head_norms = nn.ModuleList(norm for norm in norms if norm is not None)
 
     def forward(self, entry: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each group keys and values [rows, kv_heads, n, head_dim] of entry [rows, n, width]."""
@@ -141,17 +152,19 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: RLTConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width)
-        self.cross_norm = RMSNorm(config.width)
-        self.ffn_norm = RMSNorm(config.width)
-        self.head_norms = HeadNorms(config.head_width) if config.qk_norm else None
-        self.cross_head_norms = HeadNorms(config.head_width, key=False) if config.qk_norm else None
-        self.cross = CrossAttention(config.width, config.heads, config.head_width)
+        width, head_dim, bias = config.width, config.head_width, config.linear_bias
+        self.attention_norm = make_norm(config.norm, width, config.norm_eps)
+        self.cross_norm = make_norm(config.norm, width, config.norm_eps)
+        self.ffn_norm = make_norm(config.norm, width, config.norm_eps)
+        self.head_norms = make_head_norms(config)
+        self.cross_head_norms = make_head_norms(config, key=False)
+        self.cross = CrossAttention(width, config.heads, head_dim, bias=bias)
+        self.dropout = config.dropout
         self.attention: SelfAttention | None = None
-        self.ffn: SwiGLU | None = None
+        self.ffn: SwiGLU | MLP | None = None
         if not config.tied_stacks:
-            self.attention = SelfAttention(config.width, config.heads, config.key_value_heads, config.head_width)
-            self.ffn = SwiGLU(config.width, config.hidden_width)
+            self.attention = SelfAttention(width, config.heads, config.key_value_heads, head_dim, bias=bias)
+            self.ffn = make_ffn(config.ffn, width, config.hidden_width, bias=bias)
 
     def forward(
         self,
@@ -177,13 +190,20 @@ class DecoderBlock(nn.Module):
             twin: encoder block whose weights stand in for those that a tied decoder lacks.
         """
         attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
-        query, key, value = attention.project(self.attention_norm(z), cos, sin, self.head_norms)
+        query, key, value = attention.project(self.attention_norm(z))
+        query = rotate(normed(query, self.head_norms, "query"), cos, sin)
+        key = rotate(normed(key, self.head_norms, "key"), cos, sin)
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
         if join is not None:
             key, value = join(key, value)
-        z = z + attention.output(attend(query, key, value, window))
+        dropout = self.dropout if self.training else 0.0
+        z = z + self._drop(attention.output(attend(query, key, value, window, dropout).flatten(2)))
         query = self.cross.project(self.cross_norm(z), cos, sin, self.cross_head_norms)
-        z = z + self.cross.output(attend(query, *memory, past))
-        return z + ffn(self.ffn_norm(z))
+        z = z + self._drop(self.cross.output(attend(query, *memory, past, dropout).flatten(2)))
+        return z + self._drop(ffn(self.ffn_norm(z)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 @ARCHITECTURES.register("rlt")
@@ -197,7 +217,7 @@ class RLT(Architecture):
         super().__init__(config)
         self.settings = config
         self.encoder = Stack(Block(config) for _ in range(config.encoder_layers))
-        self.merge = Merge(config.width, config.alpha)
+        self.merge = Merge(config)
         self.initial = nn.Parameter(torch.empty(config.width))
         self.memory = EncoderMemory(config) if config.decoder_layers else None
         self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
@@ -221,13 +241,14 @@ class RLT(Architecture):
             "tied": replace(base, encoder_layers=2, tied_stacks=True, tied_head=False),
             "memoryless": replace(base, encoder_layers=2, decoder_layers=0),
             "one_position_window": replace(base, window=1, decoder_layers=1),
+            "layernorm": replace(base, norm="layer", linear_bias=True, ffn="gelu", rope="integer", norm_eps=1e-5),
+            "unlearned": replace(base, norm="rms_unlearned", ffn="relu2", tied_head=False, logit_softcap=5.0),
         }
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew, in a fixed order."""
         super().init_weights(generator)
         nn.init.normal_(self.initial, std=self.config.embedding_std, generator=generator)
-        self.merge.init_weights(self.config.hidden_std_factor, generator)
 
     def new_memory(self, capacity: int | None = None) -> Memory:
         """Return empty memories: the encoder's keys and values, the memory read from it, the decoder's window."""
@@ -237,22 +258,22 @@ class RLT(Architecture):
             "decoder": KeyValueMemory(window=self.settings.window),
         }
 
-    def initial_state(self, rows: int) -> Tensor:
+    def initial_feedback(self, rows: int) -> Feedback:
         """Return the learned initial state s* for every row, [R, 1, d]."""
-        return self.initial.expand(rows, 1, -1)
+        return Feedback(self.initial.expand(rows, 1, -1))
 
     def prepare(
         self, tokens: Tensor, index: Tensor, starts: Tensor | None, memory: Memory | None = None
     ) -> tuple[Inputs, Memory]:
         """Run the encoder and make its memory; see ``Architecture.prepare``."""
         x, values = self.embed(tokens, index, starts)
-        stop = tokens.shape[1] + (0 if memory is None else memory["encoder"].length)
+        stop = tokens.shape[1] + (0 if memory is None else memory["encoder"].stop)
         inputs = Inputs(index, starts, stop, values)
-        entry, encoder = self.encoder.run(self, x, inputs, None if memory is None else memory["encoder"])
+        entry, _, encoder = self.encoder.run(self, x, inputs, None if memory is None else memory["encoder"])
         shared = [] if self.memory is None else self.memory(entry, values["cos"], values["sin"])
         if memory is not None and encoder is not None:
             step = memory["shared"].step(inputs)
-            shared = [step.join(key, value) for key, value in shared]
+            shared = [step.join(group, key, value) for group, (key, value) in enumerate(shared)]
             memory = {**memory, "encoder": encoder, "shared": step.close()}
         return Inputs(index, starts, stop, {**values, "entry": entry}, tuple(shared)), memory or {}
 
@@ -260,11 +281,16 @@ class RLT(Architecture):
         """Add the token's half of the gate; see ``Architecture.prepare_feedback``."""
         return inputs.with_values(gate=self.merge.entry_gate(inputs.values["entry"]))
 
-    def advance(self, inputs: Inputs, feedback: Tensor | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
+    def fed_input(self, inputs: Inputs, feedback: Feedback | None) -> Tensor:
+        """Return the merge u, or the encoder's output where nothing is fed; see ``Architecture.fed_input``."""
+        entry = inputs.values["entry"]
+        if feedback is None:
+            return entry
+        return feedback.choose(self.merge(entry, inputs.values["gate"], feedback.states), entry)
+
+    def advance(self, inputs: Inputs, feedback: Feedback | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:
         """Merge the state and run the decoder; see ``Architecture.advance``. Without feedback this is RLT-0."""
-        z = inputs.values["entry"]
-        if feedback is not None:
-            z = self.merge(z, inputs.values["gate"], feedback)
+        z = self.fed_input(inputs, feedback)
         if not self.decoder:
             return z, memory or {}
         step = None if memory is None else memory["decoder"].step(inputs)
@@ -279,11 +305,11 @@ class RLT(Architecture):
                 inputs.values["cos"],
                 inputs.values["sin"],
                 window,
-                None if step is None else step.join,
+                None if step is None else partial(step.join, layer),
                 shared[layer * groups // len(self.decoder)],
                 past,
                 self.encoder[min(layer, len(self.encoder) - 1)],
-                parallel=step is None,
+                parallel=step is None or step.recomputes,
             )
         if memory is not None and step is not None:
             memory = {**memory, "decoder": step.close()}
@@ -301,19 +327,18 @@ class RLT(Architecture):
         yield from self.merge.parameters()
         yield self.initial
 
-    def flops_per_token(self, length: int, *, feedback: float) -> float:
-        """Return the forward FLOPs of a token; see ``Architecture.flops_per_token``."""
+    def flops(self, length: int) -> Flops:
+        """Return the forward FLOPs of a token; see ``Architecture.flops``."""
         config = self.settings
         blocks: list[nn.Module] = list(self.encoder if config.tied_stacks else self.decoder)
         decoder = matmul_flops(*blocks, *(block.cross for block in self._decoder_blocks() if config.tied_stacks))
         keys = mean_visible(length, config.window) + mean_visible(length)
-        return (
-            stack_flops(self.encoder, config, length)
-            + matmul_flops(self.memory)
-            + (matmul_flops(self.merge.entry_gate) + feedback * matmul_flops(self.merge.state) if feedback else 0)
-            + decoder
-            + config.decoder_layers * attention_flops(config, keys)
-            + readout_flops(self)
+        return Flops(
+            prepare=stack_flops(self.encoder, config, length) + matmul_flops(self.memory),
+            prepare_feedback=matmul_flops(self.merge.entry_gate),
+            advance=decoder + config.decoder_layers * attention_flops(config, keys),
+            fed_state=matmul_flops(self.merge.state),
+            readout=readout_flops(self),
         )
 
     def _decoder_blocks(self) -> Iterator[DecoderBlock]:

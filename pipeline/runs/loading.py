@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline import config_files, models, solvers
-from pipeline.config import Config
+from pipeline.choices import chosen_by
+from pipeline.config import Config, solver_configs
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import RunError
-from pipeline.models import Architecture
+from pipeline.errors import ConfigError, RunError
+from pipeline.models import ARCHITECTURES, Architecture
 from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, TOKENIZER, WEIGHTS, Checkpoint
 from pipeline.runs.folder import RunFolder
-from pipeline.solvers import Solver
+from pipeline.solvers import SOLVERS, Solver, SolverConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TrainedModel:
         checkpoint: where it lies.
         description: what was recorded with it.
         model: architecture with its weights, in evaluation mode.
-        solver: as in the checkpoint's last training step.
+        solver: as in the checkpoint's last training step, or as asked for.
         tokenizer: its tokenizer.
     """
 
@@ -40,16 +42,20 @@ class TrainedModel:
     tokenizer: Tokenizer
 
 
-def load(path: Path, *, step: int | None = None, device: torch.device | str = "cpu") -> TrainedModel:
+def load(
+    path: Path, *, step: int | None = None, device: torch.device | str = "cpu", overrides: Sequence[str] = ()
+) -> TrainedModel:
     """Load a trained model after its hashes have been checked.
 
     Args:
         path: a run folder, or the folder of one checkpoint.
         step: of a run folder, the checkpoint to take; None takes the newest whole one.
         device: where the weights go.
+        overrides: ``solver.key=value``: another solver, or other settings of it, than in training.
 
     Raises:
         RunError: no whole checkpoint is there, or it does not fit its configuration.
+        ConfigError: an override is none of the solver's, or does not fit.
     """
     checkpoint = find(path, step)
     description = checkpoint.describe()
@@ -60,11 +66,37 @@ def load(path: Path, *, step: int | None = None, device: torch.device | str = "c
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{checkpoint.path}: weights and configuration do not fit each other: {reason}") from None
-    solver = solvers.build(config.solver)
-    for name, value in description["solver"].items():
-        setattr(solver, name, value)
+    solver = solver_of(config, description["solver"], overrides)
     tokenizer = Tokenizer.from_file(checkpoint.path / TOKENIZER, description["tokenizer"]["document_token"])
     return TrainedModel(config, checkpoint, description, model, solver, tokenizer)
+
+
+@dataclass
+class SolverSection:
+    """The section of a run's configuration that may be another than in training."""
+
+    solver: SolverConfig = chosen_by(SolverConfig, "name", solver_configs)
+    """How the recurrence is evaluated."""
+
+
+def solver_of(config: Config, settings: Mapping[str, Any], overrides: Sequence[str]) -> Solver:
+    """Return a run's solver with the settings of a checkpoint, unless ``overrides`` say otherwise; see ``load``.
+
+    Args:
+        config: the run.
+        settings: values of settings that may change over a run.
+        overrides: ``solver.key=value``; another name begins with that solver's defaults.
+    """
+    for each in overrides:
+        if not each.startswith("solver.") or "=" not in each:
+            raise ConfigError(f"{each!r} is no setting of the solver; here only solver.key=value can be set")
+    kept = {**asdict(config.solver.evaluated()), **settings}
+    if any(each.startswith("solver.name=") for each in overrides):
+        kept = {}
+    given = [f"solver.{name}={config_files.dump(value, flow=True)}" for name, value in kept.items()]
+    chosen = config_files.load(SolverSection, [], [*given, *overrides]).solver
+    SOLVERS[chosen.name].check_fits(chosen, ARCHITECTURES[config.model.architecture])
+    return solvers.build(chosen)
 
 
 def find(path: Path, step: int | None) -> Checkpoint:

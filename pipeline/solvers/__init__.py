@@ -1,7 +1,22 @@
 """Solvers: how the recurrence of an architecture is evaluated over a sequence. One file a solver."""
 
 from pipeline.solvers.base import SOLVERS, Carry, Solver, SolverConfig, build
-from pipeline.solvers.chunked import Chunked, sequential
+from pipeline.solvers.chunked import Chunked
+from pipeline.solvers.interleaved import Interleaved
+from pipeline.solvers.modes import decoding, sequential
 from pipeline.solvers.parallel import Parallel
+from pipeline.solvers.unrolled import Unrolled
 
-__all__ = ["SOLVERS", "Carry", "Chunked", "Parallel", "Solver", "SolverConfig", "build", "sequential"]
+__all__ = [
+    "SOLVERS",
+    "Carry",
+    "Chunked",
+    "Interleaved",
+    "Parallel",
+    "Solver",
+    "SolverConfig",
+    "Unrolled",
+    "build",
+    "decoding",
+    "sequential",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from pipeline.choices import Registry
 from pipeline.errors import ConfigError
-from pipeline.models import Architecture
+from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
+from pipeline.models.inputs import Inputs
+from pipeline.solvers.schedules import Mixture
 
 
 @dataclass
@@ -22,10 +25,14 @@ class SolverConfig:
     """What all solvers share."""
 
     name: str = MISSING
-    """Solver: ``parallel`` or ``chunked``."""
+    """Solver: ``parallel``, ``chunked``, ``unrolled`` or ``interleaved``."""
     activation_checkpointing: bool = False
     """Keep less for backward and compute it again: blocks of position-parallel stacks one by one, loops over time in
     segments. The result is the same to the last bit."""
+
+    def evaluated(self) -> SolverConfig:
+        """Return the settings without those that training alone knows."""
+        return self
 
 
 @dataclass
@@ -35,13 +42,13 @@ class Carry:
     Attributes:
         memory: keys and values of the positions so far.
         length: positions so far.
-        register: the state that the next position is fed, [rows, 1, d]; None where nothing is fed back.
+        register: what the next position is fed, states [rows, 1, d]; None where nothing is fed back.
         starts: row index at which each row's current document begins, int64 [rows]; None where it is 0.
     """
 
     memory: Memory
     length: int = 0
-    register: Tensor | None = None
+    register: Feedback | None = None
     starts: Tensor | None = None
 
 
@@ -49,13 +56,27 @@ class Carry:
 class Solution:
     """What a solver found.
 
+    Shapes: rows, positions n, width of a state s.
+
     Attributes:
-        states: the state of every position, [rows, n, d].
+        states: the state of every position, [rows, n, s].
         carry: with which the sequence goes on; None where none was asked for.
+        terms: what is trained: states [rows, n, s], each with the weight of its mean loss; none: ``states`` alone.
+        penalty: added to the loss, a scalar; None for nothing.
+        residuals: how far each pass moved what is fed back, as a share of its root mean square, float32 [passes - 1];
+            None where there is one pass.
     """
 
     states: Tensor
     carry: Carry | None = None
+    terms: tuple[tuple[Tensor, float], ...] = ()
+    penalty: Tensor | None = None
+    residuals: Tensor | None = None
+
+    @property
+    def loss_terms(self) -> tuple[tuple[Tensor, float], ...]:
+        """What is trained, never empty."""
+        return self.terms or ((self.states, 1.0),)
 
 
 class Solver(ABC):
@@ -64,17 +85,25 @@ class Solver(ABC):
     Attributes:
         Config: dataclass of its settings.
         feeds_back: states are fed back.
+        iterates: it goes over the positions more than once, so that there is a residual between passes.
         schedulable: settings that may change over a run, each an attribute of the solver of the same name.
+        training_only: those of them that evaluation ignores.
     """
 
     Config: ClassVar[type[SolverConfig]]
     feeds_back: ClassVar[bool]
+    iterates: ClassVar[bool] = False
     schedulable: ClassVar[Sequence[str]] = ()
+    training_only: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: SolverConfig) -> None:
         self.config = config
         for name in self.schedulable:
             setattr(self, name, getattr(config, name))
+
+    def __str__(self) -> str:
+        settings = {name: value for name, value in self.settings().items() if name not in self.training_only}
+        return " ".join([self.config.name, *(f"{name}={value}" for name, value in settings.items())])
 
     @classmethod
     @abstractmethod
@@ -82,9 +111,14 @@ class Solver(ABC):
         """Raise ConfigError, with the reason, if this solver makes no sense for ``architecture``."""
 
     @classmethod
-    def check_value(cls, name: str, value: Any) -> None:
-        """Raise ConfigError, calling the setting ``name``, if it cannot take ``value``."""
+    def check_value(cls, setting: str, value: Any, name: str | None = None) -> None:
+        """Raise ConfigError, calling it ``name`` (solver.SETTING), if a schedulable setting cannot take ``value``."""
         raise NotImplementedError(f"{cls.__name__} has no setting to change")
+
+    @classmethod
+    def closest(cls, setting: str, values: Sequence[Any]) -> Any:
+        """Return which of the values of a schedulable setting comes closest to the exact recurrence."""
+        return max(values)
 
     @classmethod
     def check_schedules(cls, config: SolverConfig, schedules: Mapping[str, Sequence[tuple[float, Any]]]) -> None:
@@ -92,7 +126,7 @@ class Solver(ABC):
 
         Args:
             config: settings of the solver.
-            schedules: for each setting its stages, as (fraction of the run's tokens, value).
+            schedules: for each setting its stages, as (fraction of the run's tokens, value or mixture of values).
         """
         for name, stages in schedules.items():
             if name not in cls.schedulable:
@@ -108,7 +142,25 @@ class Solver(ABC):
                     f"schedules.{name} begins its stages at {starts}; they must ascend from 0 and stay below 1"
                 )
             for _, value in stages:
-                cls.check_value(f"schedules.{name}: value", value)
+                for each in value.values if isinstance(value, Mixture) else (value,):
+                    cls.check_value(name, each, f"schedules.{name}: value")
+
+    @property
+    def feeding(self) -> bool:
+        """The present settings feed something back."""
+        return self.feeds_back
+
+    @contextmanager
+    def set_to(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Give settings that may change other values for a while."""
+        before = self.settings()
+        for name, value in settings.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def settings(self) -> dict[str, Any]:
         """Return the present values of the settings that may change."""
@@ -131,7 +183,7 @@ class Solver(ABC):
             capacity: positions to set buffers aside for, for inference; None grows, under autograd too.
             starts: row index at which each row's document begins, int64 [rows], for rows padded on the left.
         """
-        register = model.initial_state(rows) if self.feeds_back else None
+        register = model.initial_feedback(rows) if self.feeds_back else None
         return Carry(model.new_memory(capacity), 0, register, starts)
 
     @abstractmethod
@@ -147,9 +199,9 @@ class Solver(ABC):
             carry: from the part before; None: there is none, and none is wanted.
         """
 
+    @abstractmethod
     def flops_per_token(self, model: Architecture, length: int) -> float:
-        """Return the forward FLOPs of one token in a row of ``length`` tokens; see ``Architecture``."""
-        return model.flops_per_token(length, feedback=float(self.feeds_back))
+        """Return the forward FLOPs of one token in training, logits included, averaged over a row of ``length``."""
 
 
 SOLVERS: Registry[type[Solver]] = Registry("solver")
@@ -169,3 +221,60 @@ def place(tokens: Tensor, starts: Tensor | None, carry: Carry | None) -> tuple[T
         begin = carry.starts[:, None]
         starts = torch.where(index >= begin, begin, torch.zeros_like(begin))
     return index, starts
+
+
+def check_count(name: str, value: Any, what: str) -> None:
+    """Raise ConfigError, saying ``what`` the setting ``name`` is, unless ``value`` is a whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; {what} from 1 on")
+
+
+def register_of(carry: Carry | None, model: Architecture, rows: int) -> Feedback:
+    """Return what the first position at hand is fed, unless a document begins there."""
+    if carry is None:
+        return model.initial_feedback(rows)
+    if carry.register is None:
+        raise ValueError("the carry comes from a solver without feedback; begin with this solver's new_carry")
+    return carry.register
+
+
+def shifted(model: Architecture, fed: Tensor, register: Feedback, inputs: Inputs) -> Feedback:
+    """Return what each position is fed: the state of the one before, or the initial one where a document begins.
+
+    Args:
+        model: architecture.
+        fed: what of each position's state is fed back, [rows, n, d].
+        register: what the first position is fed.
+        inputs: the positions.
+    """
+    rows, length = fed.shape[:2]
+    states = torch.cat([register.states.expand(rows, -1, -1).to(fed.dtype), fed[:, :-1]], dim=1)
+    feedback = Feedback(states)
+    if register.fed is not None:
+        fed_before = register.fed.expand(-1, 1, -1)
+        feedback = Feedback(
+            states, torch.cat([fed_before, fed_before.new_ones(()).expand(len(fed_before), length - 1, 1)], 1)
+        )
+    return restarted(model, feedback, inputs)
+
+
+def restarted(model: Architecture, feedback: Feedback, inputs: Inputs) -> Feedback:
+    """Return the same feedback, the initial one where a document begins."""
+    if inputs.starts is None:
+        return feedback
+    return model.initial_feedback(inputs.starts.shape[0]).where(inputs.index == inputs.starts, feedback)
+
+
+def single_step(model: Architecture, inputs: Inputs, memory: Memory, carry: Carry) -> Solution:
+    """Compute one position a row of the exact recurrence: decoding."""
+    feedback = restarted(model, register_of(carry, model, inputs.index.shape[0]), inputs)
+    states, memory = model.advance(model.prepare_feedback(inputs), feedback, memory)
+    register = Feedback(model.fed_back(states))
+    return Solution(states, replace(carry, memory=memory, length=inputs.stop, register=register))
+
+
+@torch.no_grad()
+def residual(new: Tensor, old: Tensor) -> Tensor:
+    """Return the root mean square of the change over that of ``new``, a float32 scalar."""
+    change = (new.float() - old.float()).square().mean()
+    return (change / new.float().square().mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()

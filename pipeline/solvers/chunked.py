@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ConfigError
-from pipeline.models import Architecture
+from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
-from pipeline.solvers.base import SOLVERS, Carry, Solution, Solver, SolverConfig, place
+from pipeline.solvers.base import SOLVERS, Carry, Solution, Solver, SolverConfig, check_count, place, register_of
 
 
 @dataclass
@@ -39,7 +40,7 @@ class ChunkedConfig(SolverConfig):
 
     def check(self) -> None:
         """Raise ConfigError on values out of range or that contradict each other."""
-        Chunked.check_value("solver.interval", self.interval)
+        Chunked.check_value("interval", self.interval)
         if self.segment_length < 0:
             raise ConfigError(f"solver.segment_length is {self.segment_length}; it must be at least 0")
         if self.segment_length and not self.activation_checkpointing:
@@ -91,10 +92,14 @@ class Chunked(Solver):
             )
 
     @classmethod
-    def check_value(cls, name: str, value: Any) -> None:
+    def check_value(cls, setting: str, value: Any, name: str | None = None) -> None:
         """Raise ConfigError unless the interval is a whole number from 1 on."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; a feedback interval is a whole number of positions from 1 on")
+        check_count(name or f"solver.{setting}", value, "a feedback interval is a whole number of positions")
+
+    @classmethod
+    def closest(cls, setting: str, values: Sequence[Any]) -> Any:
+        """Return the smallest interval."""
+        return min(values)
 
     def run(
         self, model: Architecture, tokens: Tensor, starts: Tensor | None = None, carry: Carry | None = None
@@ -103,12 +108,9 @@ class Chunked(Solver):
         index, starts = place(tokens, starts, carry)
         inputs, memory = model.prepare(tokens, index, starts, None if carry is None else carry.memory)
         inputs = model.prepare_feedback(inputs)
+        register = register_of(carry, model, tokens.shape[0])
         if carry is None:
-            memory, register = model.new_memory(), model.initial_state(tokens.shape[0])
-        elif carry.register is None:
-            raise ValueError("the carry comes from a solver without feedback; begin with this solver's new_carry")
-        else:
-            register = carry.register
+            memory = model.new_memory()
         offset = 0 if carry is None else carry.length
         if starts is None or self.interval == 1 or not bool((starts % self.interval).any()):
             chunks, places = even_chunks(inputs, offset, self.interval), None
@@ -123,11 +125,13 @@ class Chunked(Solver):
 
     def flops_per_token(self, model: Architecture, length: int) -> float:
         """Return the forward FLOPs of one token; all positions of a chunk share one state."""
-        return model.flops_per_token(length, feedback=math.ceil(length / self.interval) / length)
+        flops, share = model.flops(length), math.ceil(length / self.interval) / length
+        always = flops.prepare + flops.prepare_feedback + flops.advance + flops.fed_position + flops.readout
+        return always + share * flops.fed_state
 
     def _loop(
-        self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Tensor
-    ) -> tuple[Tensor, Memory, Tensor]:
+        self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Feedback
+    ) -> tuple[Tensor, Memory, Feedback]:
         """Run all chunks, in segments that are computed again in backward if so configured."""
         segment = len(chunks)
         if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -147,27 +151,24 @@ class Chunked(Solver):
         return torch.cat(states, dim=1), memory, register
 
 
-def sequential(solver: Solver) -> Solver:
-    """Return the solver of the exact recurrence; ``solver`` itself if it never feeds back, and so is exact."""
-    return Chunked(ChunkedConfig(name="chunked", interval=1)) if solver.feeds_back else solver
-
-
 def run_chunks(
-    model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Tensor
-) -> tuple[Tensor, Memory, Tensor]:
+    model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Feedback
+) -> tuple[Tensor, Memory, Feedback]:
     """Advance chunk by chunk; return the states of all slots [rows, slots, d], the memory and the register."""
     states = []
     for chunk in chunks:
         feedback = register
         if chunk.fresh is not None:
-            feedback = torch.where(chunk.fresh[:, None, None], model.initial_state(register.shape[0]), register)
+            feedback = model.initial_feedback(len(chunk.fresh)).where(chunk.fresh[:, None], register)
         state, memory = model.advance(chunk.cut(inputs), feedback, memory)
         states.append(state)
         if chunk.commit is False:
             register = feedback
             continue
-        last = state[:, -1:] if chunk.last is None else pick(state, chunk.last[:, None])
-        register = last if chunk.commit is True else torch.where(chunk.commit[:, None, None], last, feedback)
+        last = state[:, -1:].contiguous() if chunk.last is None else pick(state, chunk.last[:, None])
+        register = Feedback(model.fed_back(last))
+        if chunk.commit is not True:
+            register = register.where(chunk.commit[:, None], feedback)
     return torch.cat(states, dim=1), memory, register
 
 
@@ -213,13 +214,16 @@ def uneven_chunks(inputs: Inputs, offset: int, interval: int) -> tuple[list[Chun
     ordinal = border.long().cumsum(dim=1) - 1
     here = torch.arange(length, device=within.device).expand(rows, -1)
     opening = torch.where(border, here, torch.zeros_like(here)).cummax(dim=1).values
-    slots = ordinal * interval + here - opening
-    steps = int(ordinal.max()) + 1
-    table = torch.full((rows, steps * interval), -1, device=within.device)
+    filled = torch.zeros(rows, length, dtype=torch.int64, device=within.device)
+    filled = filled.scatter_add(1, ordinal, torch.ones_like(here))  # positions of each row's k-th chunk
+    most, least = ([each for each in counts.tolist() if each] for counts in (filled.amax(dim=0), filled.amin(dim=0)))
+    borders = [0, *accumulate(most)]
+    slots = torch.tensor(borders, device=within.device)[ordinal] + here - opening
+    table = torch.full((rows, borders[-1]), -1, device=within.device)
     table.scatter_(1, slots, here)
     chunks = []
-    for step in range(steps):
-        where = table[:, step * interval : (step + 1) * interval]
+    for step, (begin, end) in enumerate(pairwise(borders)):
+        where = table[:, begin:end]
         valid = where >= 0
         where = where.clamp(min=0)
         last = valid.sum(dim=1) - 1
@@ -229,7 +233,7 @@ def uneven_chunks(inputs: Inputs, offset: int, interval: int) -> tuple[list[Chun
         row_stop = offset + min((step + 1) * interval, length)
         chunks.append(
             Chunk(
-                _gather(where, valid, row_stop),
+                _gather(where, None if step < len(least) and least[step] == most[step] else valid, row_stop),
                 some & (first_within == 0),
                 some & ((last_within + 1) % interval == 0),
                 last,
@@ -238,5 +242,5 @@ def uneven_chunks(inputs: Inputs, offset: int, interval: int) -> tuple[list[Chun
     return chunks, slots
 
 
-def _gather(where: Tensor, valid: Tensor, row_stop: int) -> Callable[[Inputs], Inputs]:
+def _gather(where: Tensor, valid: Tensor | None, row_stop: int) -> Callable[[Inputs], Inputs]:
     return lambda inputs: inputs.gather(where, valid, row_stop)

@@ -36,3 +36,8 @@ class Parallel(Solver):
         if carry is None:
             return Solution(states)
         return Solution(states, replace(carry, memory=memory, length=inputs.stop))
+
+    def flops_per_token(self, model: Architecture, length: int) -> float:
+        """Return the forward FLOPs of one token; see ``Solver.flops_per_token``."""
+        flops = model.flops(length)
+        return flops.prepare + flops.advance + flops.readout

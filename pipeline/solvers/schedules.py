@@ -1,30 +1,81 @@
-"""Schedules that change a solver's settings over a run: piecewise constant in the fraction of tokens."""
+"""Schedules that change a solver's settings over a run: piecewise constant in the fraction of tokens.
+
+A stage's value may be a mixture, from which one value is drawn for every step: a pure function of (seed, setting,
+step), so that every rank draws the same and a resumed run draws again what it drew.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 Stages = Sequence[tuple[float, Any]]
 
 
-class SolverSchedule:
-    """The value of every scheduled setting at any point of a run: a pure function of the tokens seen.
+@dataclass(frozen=True)
+class Mixture:
+    """Values of which one is drawn.
 
-    Args:
-        schedules: for each setting its stages, as (fraction of the run's tokens at which it begins, value), ascending
-            from 0 (``Solver.check_schedules`` has seen to that).
-        total_tokens: tokens of the whole run.
+    Attributes:
+        values: the values.
+        weights: how often each is drawn, relative to the others.
     """
 
-    def __init__(self, schedules: Mapping[str, Stages], total_tokens: int) -> None:
-        self._schedules = schedules
-        self._total = total_tokens
+    values: tuple[Any, ...]
+    weights: tuple[float, ...]
 
-    def values(self, tokens: int) -> dict[str, Any]:
-        """Return the value of every scheduled setting for the batch that follows ``tokens`` tokens."""
-        fraction = tokens / self._total
+    def draw(self, seed: int, setting: str, step: int) -> Any:
+        """Return the value of a step."""
+        digest = hashlib.blake2b(f"{seed}/{setting}/{step}".encode(), digest_size=8).digest()
+        borders = list(accumulate(self.weights))
+        place = int.from_bytes(digest, "little") / 2**64 * borders[-1]
+        return self.values[min(bisect_right(borders, place), len(self.values) - 1)]
+
+
+class SolverSchedule:
+    """The value of every scheduled setting at any point of a run.
+
+    Args:
+        schedules: for each setting its stages, as (fraction of the run's tokens at which it begins, value or mixture),
+            ascending from 0 (``Solver.check_schedules`` has seen to that).
+        steps: steps of the whole run.
+        seed: of the draws.
+        closest: picks, for a setting, the value of a mixture that evaluation takes (``Solver.closest``).
+    """
+
+    def __init__(
+        self,
+        schedules: Mapping[str, Stages],
+        *,
+        steps: int,
+        seed: int,
+        closest: Callable[[str, Sequence[Any]], Any],
+    ) -> None:
+        self._schedules = schedules
+        self._steps = steps
+        self._seed = seed
+        self._closest = closest
+
+    def values(self, step: int) -> dict[str, Any]:
+        """Return the value of every scheduled setting in a step of training, counted from 0."""
+        return {
+            name: value.draw(self._seed, name, step) if isinstance(value, Mixture) else value
+            for name, value in self._stages(step).items()
+        }
+
+    def evaluation_values(self, step: int) -> dict[str, Any]:
+        """Return the same for evaluation after that step: of a mixture, the value closest to the exact recurrence."""
+        return {
+            name: self._closest(name, value.values) if isinstance(value, Mixture) else value
+            for name, value in self._stages(step).items()
+        }
+
+    def _stages(self, step: int) -> dict[str, Any]:
+        fraction = step / self._steps
         found = {}
         for name, stages in self._schedules.items():
             stage = bisect_right([at for at, _ in stages], fraction) - 1

@@ -71,7 +71,9 @@ class Assembly:
         it is logged, validated or saved; a checkpoint implies that the step's validation is done; a signal comes last.
         """
         training = self.config.training
-        schedule = SolverSchedule(self.config.stages, training.steps * training.batch_tokens)
+        schedule = SolverSchedule(
+            self.config.stages, steps=training.steps, seed=self.config.run.seed, closest=self.module.solver.closest
+        )
         first = [DataPosition(self.loader, self._rows(training.batch_tokens)), SolverScheduler(schedule), self._finite]
         validation = [self._validation()] if self.config.validation.every_steps else []
         return [*first, self._metrics, *validation, self._checkpointing, self.interruption]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config import Config
-from pipeline.evaluation.loss import token_losses
 from pipeline.models import Architecture
 from pipeline.solvers import Solver
 from pipeline.training import learning_rates, optimizers
+from pipeline.training.objective import Objective, objective
 
 if TYPE_CHECKING:
     from pipeline.data.stream import Batch
@@ -30,7 +31,9 @@ class PretrainingModule(pl.LightningModule):
         solver: how its recurrence is evaluated.
 
     Attributes:
-        step_loss: mean loss of this rank's micro-batches of the step at hand, float32 scalar on the device.
+        step_mean: objective of the step at hand, the mean over this rank's micro-batches so far, float32 scalars on the
+            device; None before the first step.
+        evaluation_settings: values of the solver's settings for evaluation and in checkpoints.
         gradient_norm: global norm of the step's gradient before clipping, likewise; None before the first step.
     """
 
@@ -39,19 +42,22 @@ class PretrainingModule(pl.LightningModule):
         self.config = config
         self.model = model
         self.solver = solver
-        self.step_loss: Tensor | None = None
+        self.step_mean: Objective | None = None
+        self.evaluation_settings = solver.settings()
         self.gradient_norm: Tensor | None = None
         solver.adapt(model)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss of a micro-batch; all its targets are valid, so that means over ranks weigh equally."""
-        tokens = batch["tokens"]
-        states = self.solver.run(self.model, tokens[:, :-1], batch["starts"]).states
-        loss = token_losses(self.model, states, tokens[:, 1:]).mean()
-        part = loss.detach().float() / self.config.training.accumulation
-        first = batch_idx % self.config.training.accumulation == 0
-        self.step_loss = part if first or self.step_loss is None else self.step_loss + part
-        return loss
+        """Return what a micro-batch adds to the objective.
+
+        All its targets are valid, so that means over micro-batches and ranks weigh equally.
+        """
+        micro_batch = batch_idx % self.config.training.accumulation
+        torch.manual_seed(draw_seed(self.config.run.seed, self.trainer.global_step, micro_batch, self.global_rank))
+        found = objective(self.model, self.solver, batch["tokens"], batch["starts"])
+        part = found.scaled(1 / self.config.training.accumulation)
+        self.step_mean = part if micro_batch == 0 or self.step_mean is None else self.step_mean.plus(part)
+        return found.value
 
     def configure_optimizers(self) -> Any:
         """Return the optimiser and the learning rate of every step."""
@@ -59,6 +65,12 @@ class PretrainingModule(pl.LightningModule):
         optimizer = optimizers.build(self.config.optimizer, self.model, peak)
         scheduler = LambdaLR(optimizer, lambda done: self.learning_rate(done + 1) / peak)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Set the weight decay of the step at hand, a function of its number alone."""
+        optimizers.set_weight_decay(
+            self.config.optimizer, optimizer, self.trainer.global_step, self.config.training.steps
+        )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -72,7 +84,13 @@ class PretrainingModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Measure the gradient's global norm, and scale the gradient down to ``training.clip_norm``."""
+        """Measure the gradient's global norm, and scale the gradient down to ``training.clip_norm``.
+
+        What slept through the step, since nothing was fed back, is not touched by the optimiser either.
+        """
+        if not self.solver.feeding:
+            for parameter in self.model.dormant_parameters():
+                parameter.grad = None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         limit = self.config.training.clip_norm
         if limit > 0:
@@ -97,3 +115,9 @@ class PretrainingModule(pl.LightningModule):
 def draw_weights(model: Architecture, seed: int) -> None:
     """Draw the model's weights from ``seed``, the same on every rank."""
     model.init_weights(torch.Generator(device=model.embedding.weight.device).manual_seed(seed))
+
+
+def draw_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
+    """Return the seed of all that a micro-batch draws (dropout, jitter, prefixes): the same again on resume."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -12,11 +12,13 @@ import torch
 
 from pipeline import models
 from pipeline.config import Config
+from pipeline.conversion import initial_weights
 from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
-from pipeline.errors import ConfigError, RunError, TrainingError
+from pipeline.errors import ConfigError, RunError, RunWarning, TrainingError
 from pipeline.models import Architecture, ArchitectureConfig
 from pipeline.models.base import count_parameters
+from pipeline.runs.checkpoints import TOKENIZER
 from pipeline.runs.folder import Resume, RunFolder
 from pipeline.training import distributed
 from pipeline.training.assembly import Assembly
@@ -53,7 +55,7 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     check_shards(
         manifest, [config.data.train_split, *([config.validation.split] if config.validation.every_steps else [])]
     )
-    config = replace(config, model=with_vocabulary(config.model, manifest))
+    config = replace(config, model=with_vocabulary(config.model, manifest, config.run.initial_weights))
     torch.set_num_threads(threads(config))
     folder = RunFolder(config.run.folder)
     model = build(config)
@@ -89,8 +91,13 @@ def threads(config: Config) -> int:
     return config.training.threads or max(1, available_cores() // config.training.devices)
 
 
-def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> ArchitectureConfig:
+def with_vocabulary(model: ArchitectureConfig, manifest: Manifest, weights: str | None = None) -> ArchitectureConfig:
     """Return the model's settings with the vocabulary that the data ask for.
+
+    Args:
+        model: its settings.
+        manifest: the data.
+        weights: folder of the weights that it starts from, if it does.
 
     Raises:
         ConfigError: the model's is smaller than the tokenizer's.
@@ -99,9 +106,11 @@ def with_vocabulary(model: ArchitectureConfig, manifest: Manifest) -> Architectu
     if model.vocab_size is None:
         return replace(model, vocab_size=size)
     if model.vocab_size < size:
+        advice = "leave it out, or set at least that many"
+        if weights is not None:
+            advice = f"prepare the data with the tokenizer of the weights, {Path(weights) / TOKENIZER}"
         raise ConfigError(
-            f"model.vocab_size is {model.vocab_size}, but the tokenizer of {manifest.folder} has {size} ids; leave it "
-            "out, or set at least that many"
+            f"model.vocab_size is {model.vocab_size}, but the tokenizer of {manifest.folder} has {size} ids; {advice}"
         )
     return model
 
@@ -127,7 +136,10 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
             say(f"{folder.path} is complete at step {newest.step}: nothing is left to train")
             return Outcome(folder.path, newest.step)
     quieten()
-    draw_weights(model, config.run.seed)
+    if config.run.initial_weights is None or found:
+        draw_weights(model, config.run.seed)
+    else:
+        start_from_weights(model, config, manifest)
     assembly = Assembly(config, folder, manifest, model)
     if distributed.is_first():
         check_space(folder, model, config)
@@ -152,6 +164,15 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
     finally:
         assembly.close()
     return Outcome(folder.path, assembly.trainer.global_step, assembly.interruption.signal)
+
+
+def start_from_weights(model: Architecture, config: Config, manifest: Manifest) -> None:
+    """Load the weights that ``run.initial_weights`` names, see ``initial_weights.load``."""
+    remarks = initial_weights.load(model, config, manifest)
+    if distributed.is_first():
+        for remark in remarks:
+            warnings.warn(remark, RunWarning, stacklevel=2)
+        say(f"starting from the weights in {config.run.initial_weights}")
 
 
 def quieten() -> None:

@@ -11,12 +11,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.models import Architecture, ArchitectureConfig
-from pipeline.solvers import Solver, SolverConfig
+from pipeline.solvers import Solver, SolverConfig, Unrolled, sequential
+from pipeline.solvers.unrolled import FREEZE_SHARE
 from tests.models import oracles
 from tests.models.cases import (
     LENGTH,
@@ -29,6 +31,8 @@ from tests.models.cases import (
     make_tokens,
     random,
     random_cuts,
+    splits,
+    tolerance,
 )
 
 Check = Callable[[type[Architecture], ArchitectureConfig, SolverConfig, int], None]
@@ -36,6 +40,28 @@ Check = Callable[[type[Architecture], ArchitectureConfig, SolverConfig, int], No
 CHECKS: list[Check] = []
 
 GRADIENT_TOLERANCE = 1e-10  # relative, in float64
+
+
+def exact_prefix(cls: type[Architecture], solver: SolverConfig) -> int:
+    """Return how many states of a document are those of the exact recurrence (architectures and solvers say why)."""
+    if solver.name == "unrolled":
+        return solver.passes - (0 if cls.begins_plain else 1)
+    if solver.name == "interleaved":
+        return max(solver.subsets, 2 if cls.begins_plain else 1)
+    return LENGTH if solver.name == "parallel" or solver.interval == 1 else 1
+
+
+def expected_weights(solver: SolverConfig) -> list[float]:
+    """Return the weight in the loss of each pass that can be told from the one before, in a row of LENGTH."""
+    if solver.name == "interleaved":
+        return [1 / (1 + solver.subsets), solver.subsets / (1 + solver.subsets)]
+    if solver.name != "unrolled":
+        return [1.0]
+    if solver.loss == "mean":
+        return [1 / solver.passes] * solver.passes
+    if solver.loss == "plain_and_fed" and solver.passes > 1:
+        return [1.0, *[solver.fed_loss_weight / (solver.passes - 1)] * (solver.passes - 1)]
+    return [0.0] * (solver.passes - 1) + [1.0]
 
 
 def contract(check: Check) -> Check:
@@ -52,7 +78,7 @@ def setup(
 
 def unit_of(solver: SolverConfig) -> int:
     """Return a multiple at which document starts are aligned with the solver, if a row has room for one."""
-    interval = interval_of(solver) or 1
+    interval = interval_of(solver)
     return interval if interval < LENGTH else 4
 
 
@@ -93,11 +119,19 @@ def run_in_calls(
 def check_oracle(cls: type[Architecture], config: ArchitectureConfig, solver: SolverConfig, seed: int) -> None:
     """States and logits are those of the equations."""
     model, run, tokens = setup(cls, config, solver, seed)
-    reference = oracles.states(model.state_dict(), config, tokens, interval_of(solver))
+    references = oracles.pass_states(model.state_dict(), config, tokens, solver)
     solution = run.run(model, tokens)
     assert solution.carry is None
-    assert_close(solution.states, reference)
-    assert_close(model.readout(solution.states), oracles.logits(model.state_dict(), config, reference), "logits")
+    assert_close(solution.states, references[-1])
+    assert_close(model.readout(solution.states), oracles.logits(model.state_dict(), config, references[-1]), "logits")
+    weights = expected_weights(solver)
+    assert sum(weight for weight in weights if weight) == pytest.approx(
+        sum(weight for _, weight in solution.loss_terms)
+    )
+    trained = [(reference, weight) for reference, weight in zip(references, weights, strict=True) if weight]
+    for (found, weight), (reference, expected) in zip(solution.loss_terms, trained, strict=True):
+        assert weight == pytest.approx(expected)
+        assert_close(found, reference, "states that are trained")
 
 
 @contract
@@ -108,8 +142,21 @@ def check_oracle_on_documents(
     """In a row of documents each has the states that the equations give it alone."""
     model, run, tokens = setup(cls, config, solver, seed)
     starts = make_starts(seed)
-    reference = oracles.states(model.state_dict(), config, tokens, interval_of(solver), starts)
+    reference = oracles.states(model.state_dict(), config, tokens, solver, starts)
     assert_close(run.run(model, tokens, starts).states, reference)
+
+
+@contract
+@torch.no_grad()
+def check_exact_prefix(cls: type[Architecture], config: ArchitectureConfig, solver: SolverConfig, seed: int) -> None:
+    """As many states are those of the exact recurrence as the solver and the architecture promise, and no more."""
+    model, run, tokens = setup(cls, config, solver, seed)
+    exact = sequential(run).run(model, tokens).states
+    error = (run.run(model, tokens).states - exact).abs().amax(dim=-1)
+    promised = min(LENGTH, exact_prefix(cls, solver))
+    assert float(error[:, :promised].max() if promised else 0) <= tolerance(exact), f"{promised} states are promised"
+    if promised < LENGTH:
+        assert bool((error[:, promised] > 1e-9).all()), f"state {promised} is exact, which is not promised"
 
 
 @contract
@@ -146,13 +193,28 @@ def check_decoding(cls: type[Architecture], config: ArchitectureConfig, solver: 
     """Decoding gives the states of teacher forcing, wherever the sequence is cut into calls."""
     model, run, tokens = setup(cls, config, solver, seed)
     whole = run.run(model, tokens).states
-    cuts = [[0, cut, LENGTH] for cut in range(1, LENGTH)]
-    cuts += [[0, LENGTH], list(range(LENGTH + 1))]
-    cuts += [random_cuts(31 * seed + draw) for draw in range(3)]
+    if not splits(solver):
+        check_prefills(model, run, config, tokens, solver)
+        whole = sequential(run).run(model, tokens).states
+    cuts = [list(range(LENGTH + 1))]
+    if splits(solver):
+        cuts += [[0, cut, LENGTH] for cut in range(1, LENGTH)]
+        cuts += [[0, LENGTH], *(random_cuts(31 * seed + draw) for draw in range(3))]
     for capacity in (None, LENGTH, LENGTH + 3):
-        for cut in cuts if capacity != LENGTH else cuts[LENGTH:]:
+        for cut in cuts if capacity != LENGTH else cuts[:1] + cuts[LENGTH:]:
             found = run_in_calls(model, run, tokens, cut, capacity=capacity)
             assert_close(found, whole, f"states of calls {cut} with capacity {capacity}")
+
+
+def check_prefills(
+    model: Architecture, run: Solver, config: ArchitectureConfig, tokens: Tensor, solver: SolverConfig
+) -> None:
+    """A prompt is computed in the solver's order, what follows it token by token in the exact recurrence."""
+    for prefill in (2, 5, LENGTH):
+        reference = oracles.decoded_states(model.state_dict(), config, tokens, solver, prefill)
+        for capacity in (None, LENGTH):
+            found = run_in_calls(model, run, tokens, [0, *range(prefill, LENGTH + 1)], capacity=capacity)
+            assert_close(found, reference, f"states after a prompt of {prefill} with capacity {capacity}")
 
 
 @contract
@@ -177,18 +239,25 @@ def check_documents(cls: type[Architecture], config: ArchitectureConfig, solver:
     """Packed documents have the states that the same solver gives them alone, in one call or in several."""
     model, run, tokens = setup(cls, config, solver, seed)
     for starts in starts_to_try(solver, seed):
-        alone = torch.zeros(*tokens.shape, config.width, dtype=torch.float64)
-        for row in range(ROWS):
-            for begin, end in oracles.document_borders(starts[row].tolist()):
-                alone[row, begin:end] = run.run(model, tokens[row : row + 1, begin:end]).states[0]
+        alone = each_alone(model, run, tokens, starts)
         assert_close(run.run(model, tokens, starts).states, alone, f"documents at {starts.tolist()}")
-        for cuts, capacity in (
-            (random_cuts(seed), None),
-            (random_cuts(seed + 1), LENGTH),
-            (list(range(LENGTH + 1)), LENGTH),
-        ):
+        calls = [(list(range(LENGTH + 1)), LENGTH)]
+        if splits(solver):
+            calls += [(random_cuts(seed), None), (random_cuts(seed + 1), LENGTH)]
+        else:
+            alone = each_alone(model, sequential(run), tokens, starts)
+        for cuts, capacity in calls:
             found = run_in_calls(model, run, tokens, cuts, starts, capacity)
             assert_close(found, alone, f"documents at {starts.tolist()} in calls {cuts}, capacity {capacity}")
+
+
+def each_alone(model: Architecture, run: Solver, tokens: Tensor, starts: Tensor) -> Tensor:
+    """Return the states of rows of documents, each document computed by itself."""
+    alone = torch.zeros(*tokens.shape, model.state_width, dtype=torch.float64)
+    for row in range(ROWS):
+        for begin, end in oracles.document_borders(starts[row].tolist()):
+            alone[row, begin:end] = run.run(model, tokens[row : row + 1, begin:end]).states[0]
+    return alone
 
 
 @contract
@@ -197,10 +266,14 @@ def check_left_padding(cls: type[Architecture], config: ArchitectureConfig, solv
     """Rows padded on the left have the states of the rows without padding."""
     model, run, tokens = setup(cls, config, solver, seed)
     padding = torch.tensor([0, 2, 5])
-    alone = [run.run(model, tokens[row : row + 1, pad:]).states for row, pad in enumerate(padding.tolist())]
-    cuts = [[0, LENGTH], [0, *range(7, LENGTH + 1)], [0, 3, 4, LENGTH], list(range(LENGTH + 1))]
+    every_token = list(range(LENGTH + 1))
+    cuts = [[0, LENGTH], every_token]
+    if splits(solver):
+        cuts += [[0, *range(7, LENGTH + 1)], [0, 3, 4, LENGTH]]
     for capacity in (None, LENGTH):
         for cut in cuts:
+            order = sequential(run) if cut == every_token and not splits(solver) else run
+            alone = [order.run(model, tokens[row : row + 1, pad:]).states for row, pad in enumerate(padding.tolist())]
             carry = run.new_carry(model, ROWS, capacity=capacity, starts=padding)
             states = []
             for begin, end in pairwise(cut):
@@ -253,13 +326,17 @@ def check_bfloat16(cls: type[Architecture], config: ArchitectureConfig, solver: 
     error = relative_error(found, exact)
     assert 0 < error <= limit, f"off by {error:.3g}, of which rounding explains {limit:.3g}"
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        if not splits(solver):
+            exact = sequential(run).run(model, tokens).states
+        cuts = [0, *range(5 if splits(solver) else 1, LENGTH + 1)]
         for capacity in (None, LENGTH):
-            decoded = run_in_calls(model, run, tokens, [0, *range(5, LENGTH + 1)], capacity=capacity)
+            decoded = run_in_calls(model, run, tokens, cuts, capacity=capacity)
             error = relative_error(decoded, exact)
             assert error <= limit, f"decoding is off by {error:.3g}, of which rounding explains {limit:.3g}"
     loss.backward()
+    asleep = set() if run.feeding else {id(parameter) for parameter in model.dormant_parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in asleep:
             assert parameter.grad is not None, f"{name} has no gradient"
             assert bool(parameter.grad.isfinite().all()), name
 
@@ -267,19 +344,16 @@ def check_bfloat16(cls: type[Architecture], config: ArchitectureConfig, solver: 
 # ---------------------------------------------------------------- gradients
 
 
-def loss_of(states: Tensor, logits: Tensor, seed: int) -> Tensor:
-    """Return a loss in which every state and every logit has a weight of its own."""
-    generator = random(seed + 99)
-    states_part = (states * torch.randn(states.shape, generator=generator, dtype=torch.float64)).mean()
-    logits_part = (logits * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).mean()
-    return states_part + logits_part + logits.logsumexp(dim=-1).mean()
+def loss_of(logits: Tensor, seed: int) -> Tensor:
+    """Return a loss in which every logit has a weight of its own."""
+    weights = torch.randn(logits.shape, generator=random(seed + 99), dtype=torch.float64)
+    return (logits * weights).mean() + logits.logsumexp(dim=-1).mean()
 
 
 def gradients(model: Architecture, run: Solver, tokens: Tensor, starts: Tensor | None, seed: int) -> dict[str, Tensor]:
     """Return the gradient of every parameter that has one."""
     model.zero_grad(set_to_none=True)
-    states = run.run(model, tokens, starts).states
-    loss_of(states, model.readout(states), seed).backward()
+    loss_of(model.readout(run.run(model, tokens, starts).states), seed).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -288,9 +362,11 @@ def assert_gradients_close(found: dict[str, Tensor], reference: dict[str, Tensor
 
     A gradient that is zero by the equations (of queries that see one key alone) is compared with that of the whole.
     """
-    assert found.keys() == reference.keys()
+    for name in found.keys() ^ reference.keys():  # without a path to the parameter, or with one that carries zeros
+        assert not bool({**found, **reference}[name].any()), f"only one side has a gradient of {name}"
     whole = float(torch.stack([gradient.norm() for gradient in reference.values()]).norm())
-    for name, gradient in reference.items():
+    for name in found.keys() & reference.keys():
+        gradient = reference[name]
         error, limit = float((found[name] - gradient).norm()), GRADIENT_TOLERANCE * float(gradient.norm())
         limit += torch.finfo(torch.float64).eps * whole
         assert error <= limit, f"gradient of {name} off by {error:.3g}, allowed {limit:.3g}"
@@ -304,8 +380,8 @@ def check_gradients(cls: type[Architecture], config: ArchitectureConfig, solver:
     for starts in (None, make_starts(seed, rows=2)):
         found = gradients(model, run, tokens, starts, seed)
         leaves = {name: value.clone().requires_grad_() for name, value in model.state_dict().items()}
-        states = oracles.states(leaves, config, tokens, interval_of(solver), starts)
-        loss_of(states, oracles.logits(leaves, config, states), seed).backward()
+        states = oracles.states(leaves, config, tokens, solver, starts)
+        loss_of(oracles.logits(leaves, config, states), seed).backward()
         reference = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         assert_gradients_close(found, reference)
 
@@ -322,8 +398,7 @@ def check_finite_differences(
     parameters = dict(model.named_parameters())
 
     def loss() -> float:
-        states = run.run(model, tokens).states
-        return float(loss_of(states, model.readout(states), seed))
+        return float(loss_of(model.readout(run.run(model, tokens).states), seed))
 
     step = 1e-5
     with torch.no_grad():
@@ -379,7 +454,12 @@ def check_gradient_hooks(cls: type[Architecture], config: ArchitectureConfig, so
     for changes in [{}, *checkpointing]:
         model, run, tokens = setup(cls, config, solver, seed, **changes)
         run.adapt(model)
-        counts = {name: 0 for name, parameter in model.named_parameters() if parameter.requires_grad}
+        asleep = set() if run.feeding else {id(parameter) for parameter in model.dormant_parameters()}
+        counts = {
+            name: 0
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in asleep
+        }
 
         def count(name: str, parameter: Tensor, counts: dict[str, int] = counts) -> None:
             counts[name] += 1
@@ -399,12 +479,13 @@ def check_dormant(cls: type[Architecture], config: ArchitectureConfig, solver: S
     model, run, tokens = setup(cls, config, solver, seed)
     reached = gradients(model, run, tokens, None, seed).keys()
     dormant = {id(parameter) for parameter in model.dormant_parameters()}
-    expected = dormant if not run.feeds_back else set()
+    expected = dormant if not run.feeding else set()
     missed = {name for name, parameter in model.named_parameters() if name not in reached}
     assert missed == {name for name, parameter in model.named_parameters() if id(parameter) in expected}
     run.adapt(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == missed, "adapt must freeze what is dormant, and nothing else"
+    never = missed if not run.feeds_back else set()
+    assert frozen == never, "adapt must freeze what is never fed anything, and nothing else"
 
 
 # ---------------------------------------------------------------- bookkeeping
@@ -416,11 +497,45 @@ def check_flops(cls: type[Architecture], config: ArchitectureConfig, solver: Sol
     """FLOPs a token are those of the shapes: 2 a weight and use, 4 head_dim a head and visible key."""
     model, run, _ = setup(cls, config, solver, seed)
     for length in (1, 2, 3, 7, LENGTH, 100):
-        chunks = -(-length // (interval_of(solver) or 1)) if run.feeds_back else 0
-        linear = oracles.linear_flops(model.state_dict(), config, feedback=chunks / length)
-        expected = linear + oracles.attention_flops(config, length) / length
+        expected = sum(flops_of(model, solver, length)) / length
         found = run.flops_per_token(model, length)
         assert abs(found - expected) <= 1e-12 * expected, f"{found} FLOPs a token of {length}, not {expected}"
+
+
+def flops_of(model: Architecture, solver: SolverConfig, length: int) -> tuple[float, float]:
+    """Return the FLOPs of a row in weights and in attention, counted from shapes pass by pass."""
+    config = model.config
+    each = oracles.linear_flops(model.state_dict(), config)
+    prepared, attention = oracles.attention_flops(config, length)
+    once = each["prepare"] * length
+    fed = each["fed_position"] + each["fed_state"]
+    if solver.name == "parallel":
+        return once + (each["advance"] + each["readout"]) * length, prepared + attention
+    once += each["prepare_feedback"] * length
+    if solver.name == "chunked":
+        chunks = -(-length // solver.interval)
+        total = once + (each["advance"] + each["fed_position"] + each["readout"]) * length + each["fed_state"] * chunks
+        return total, prepared + attention
+    if solver.name == "interleaved":
+        if solver.refresh_keys_values:
+            fed += each["fed_state"] * min(solver.subsets, length)
+        return once + (2 * each["advance"] + 2 * each["readout"] + fed) * length, prepared + 2 * attention
+    if solver.passes == 1:
+        once -= each["prepare_feedback"] * length
+    linear, seen, passes = once + each["advance"] * length, prepared + attention, 1
+    for number in range(2, solver.passes + 1):
+        done = exact_prefix(type(model), replace(solver, passes=number - 1))
+        if done >= length:
+            break
+        passes = number
+        if done < FREEZE_SHARE * length:
+            done = 0
+        linear += (each["advance"] + fed) * (length - done)
+        seen += attention - (oracles.attention_flops(config, done)[1] if done else 0)
+    logits = sum(weight > 0 for weight in Unrolled(solver).weights(passes))
+    if solver.convergence_weight and passes > 1:
+        linear += 2 * fed * length
+    return linear + logits * each["readout"] * length, seen
 
 
 @contract
@@ -430,10 +545,14 @@ def check_flops_run(cls: type[Architecture], config: ArchitectureConfig, solver:
     model, run, tokens = setup(cls, config, solver, seed)
     model.requires_grad_(False)  # the counter would look for gradient functions
     with FlopCounterMode(display=False) as counter:
-        model.readout(run.run(model, tokens).states)
+        for states, _ in run.run(model, tokens).loss_terms:
+            model.readout(states)
     counts = counter.get_flop_counts()["Global"]
     measured = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    claimed = run.flops_per_token(model, LENGTH) * LENGTH - oracles.attention_flops(config, LENGTH)
+    claimed = run.flops_per_token(model, LENGTH) * LENGTH - flops_of(model, solver, LENGTH)[1]
+    if getattr(solver, "convergence_weight", 0) and run.feeding:  # it is computed where there are gradients
+        each = oracles.linear_flops(model.state_dict(), config)
+        claimed -= 2 * (each["fed_position"] + each["fed_state"]) * LENGTH
     assert measured == round(claimed) * ROWS, f"{measured} FLOPs ran, {round(claimed) * ROWS} are claimed"
 
 
@@ -444,7 +563,8 @@ def check_parts(cls: type[Architecture], config: ArchitectureConfig, solver: Sol
     assert sum(model.parts().values()) == sum(parameter.numel() for parameter in model.parameters())
     undecayed = {id(parameter) for parameter in model.undecayed_parameters()}
     for name, parameter in model.named_parameters():
-        assert (id(parameter) in undecayed) == (parameter.dim() == 1 or name == "embedding.weight"), name
+        vector = parameter.dim() == 1 or name.startswith(("embedding.", "value_embeddings."))
+        assert (id(parameter) in undecayed) == vector, name
 
 
 @contract

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.models import ARCHITECTURES, RLT, Transformer
+from pipeline.models import ARCHITECTURES, CRT, FBT, LRT, RLT, Transformer
+from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
 from pipeline.solvers import SOLVERS
 from tests.models import contract, oracles
@@ -131,8 +132,8 @@ class Leaking(RLT):
 class Unreset(RLT):
     """Feeds the last state of the document before to the first position of the next."""
 
-    def initial_state(self, rows):
-        return super().initial_state(rows) if not hasattr(self, "begun") else self.begun
+    def initial_feedback(self, rows):
+        return super().initial_feedback(rows) if not hasattr(self, "begun") else Feedback(self.begun)
 
     def advance(self, inputs, feedback, memory=None):
         states, memory = super().advance(inputs, feedback, memory)
@@ -155,7 +156,7 @@ class Detached(RLT):
     """Stops the gradient through the register."""
 
     def advance(self, inputs, feedback, memory=None):
-        return super().advance(inputs, None if feedback is None else feedback.detach(), memory)
+        return super().advance(inputs, None if feedback is None else Feedback(feedback.states.detach()), memory)
 
 
 class Reentrant(Transformer):
@@ -179,18 +180,18 @@ class Sleepless(RLT):
 class Cheap(RLT):
     """Forgets to count the merge."""
 
-    def flops_per_token(self, length, *, feedback):
-        return super().flops_per_token(length, feedback=False)
+    def flops(self, length):
+        return replace(super().flops(length), fed_state=0)
 
 
 class CheapWindow(RLT):
     """Counts the window as if it were always full."""
 
-    def flops_per_token(self, length, *, feedback):
-        config = self.settings
+    def flops(self, length):
+        config, flops = self.settings, super().flops(length)
         full = 4.0 * config.heads * config.head_width * config.decoder_layers * config.window
         windowed = sum(min(config.window, position + 1) for position in range(length)) / length
-        return super().flops_per_token(length, feedback=feedback) + full * (1 - windowed / config.window)
+        return replace(flops, advance=flops.advance + full * (1 - windowed / config.window))
 
 
 class Twice(RLT):
@@ -239,8 +240,66 @@ class Coarse(RLT):
         return super().advance(with_values(inputs, entry=entry), feedback, memory)
 
 
+class Overclaiming(CRT):
+    """Claims that a first position needs no feedback, though the correction applies there."""
+
+    begins_plain = True
+
+
+class Underclaiming(FBT):
+    """Claims that a first position is fed something."""
+
+    begins_plain = False
+
+
+class Fused(FBT):
+    """Fuses the first position too."""
+
+    def initial_feedback(self, rows):
+        return replace(super().initial_feedback(rows), fed=None)
+
+
+class Unmoved(CRT):
+    """Corrects with the state of the pass at hand's own position: no shift."""
+
+    def fed_input(self, inputs, feedback):
+        if feedback is not None and feedback.states.shape[1] > 1:
+            feedback = replace(feedback, states=feedback.states.roll(-1, dims=1))
+        return super().fed_input(inputs, feedback)
+
+
+class Forgetful(LRT):
+    """Makes keys and values anew without the blocks' own part."""
+
+    def refresh(self, inputs, feedback, memory, where):
+        local = memory["local"]
+        emptied = replace(local, keys=[0 * key for key in local.keys])
+        refreshed = super().refresh(inputs, feedback, {**memory, "local": emptied}, where)
+        return {**refreshed, "local": local}
+
+
+class Cumulative(CRT):
+    """Corrects the state instead of the embedding, as the papers warn not to."""
+
+    def fed_input(self, inputs, feedback):
+        x = super().fed_input(inputs, feedback)
+        return x if feedback is None else x + 0.1 * feedback.states
+
+
+class Windowless(LRT):
+    """Lets the blocks whose attention is full keep to the window."""
+
+    def new_memory(self, capacity=None):
+        memory = super().new_memory(capacity)
+        memory["blocks"].window = self.settings.attention_window
+        return memory
+
+
 PARALLEL = solver_config("parallel")
 EXACT, THIRDS = solver_config("chunked", interval=1), solver_config("chunked", interval=3)
+TWO, THREE = solver_config("unrolled", passes=2), solver_config("unrolled", passes=3)
+HALVES = solver_config("interleaved", subsets=2)
+REFRESHED = solver_config("interleaved", subsets=3, refresh_keys_values=True)
 
 BROKEN = [
     (Peeking, "plain", PARALLEL, contract.check_oracle),
@@ -277,6 +336,22 @@ BROKEN = [
     (Undrawn, "plain", EXACT, contract.check_init),
     (Coarse, "plain", EXACT, contract.check_float32),
     (HalfPrecisionTables, "plain", EXACT, contract.check_bfloat16),
+    (Peeking, "plain", HALVES, contract.check_causality),
+    (Mixing, "plain", THREE, contract.check_batch),
+    (Leaking, "plain", HALVES, contract.check_documents),
+    (Leaking, "plain", THREE, contract.check_documents),
+    (OtherDecoder, "plain", TWO, contract.check_decoding),
+    (Detached, "plain", THREE, contract.check_gradients),
+    (Impure, "plain", HALVES, contract.check_activation_checkpointing),
+    (Cheap, "plain", HALVES, contract.check_flops_run),
+    (Overclaiming, "plain", THREE, contract.check_exact_prefix),
+    (Underclaiming, "plain", THREE, contract.check_exact_prefix),
+    (Fused, "plain", EXACT, contract.check_oracle),
+    (Fused, "plain", HALVES, contract.check_oracle),
+    (Unmoved, "plain", TWO, contract.check_exact_prefix),
+    (Forgetful, "plain", REFRESHED, contract.check_oracle),
+    (Cumulative, "plain", EXACT, contract.check_oracle),
+    (Windowless, "nanochat", EXACT, contract.check_oracle),
 ]
 
 

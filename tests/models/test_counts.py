@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline import solvers
 from pipeline.models import ARCHITECTURES, RLT, Transformer, build
 from pipeline.models.base import count_parameters
 from pipeline.models.rlt import RLTConfig
 from pipeline.models.transformer import TransformerConfig
+from pipeline.solvers.chunked import ChunkedConfig
+from pipeline.solvers.parallel import ParallelConfig
 
 # RLT report, 3.1 and appendix J.
 PAPER = {"vocab_size": 277, "width": 512, "heads": 4, "ffn_width": 1365}
@@ -52,15 +55,28 @@ def rlt_count(config):
     """Return the parameters of an RLT by hand."""
     d = config.width
     kv_heads, head = config.kv_heads or config.heads, config.head_dim or d // config.heads
-    ffn = 3 * d * (config.ffn_width or (8 * d // 3 + 63) // 64 * 64)
-    norm = head if config.qk_norm else 0
-    attention = d * (config.heads + 2 * kv_heads) * head + config.heads * head * d
-    encoder = config.encoder_layers * (attention + ffn + 2 * d + 2 * norm)
+    bias = 1 if config.linear_bias else 0
+
+    def linear(fan_in, fan_out):
+        return (fan_in + bias) * fan_out
+
+    if config.ffn == "swiglu":
+        hidden = config.ffn_width or (8 * d // 3 + 63) // 64 * 64
+        ffn = linear(d, 2 * hidden) + linear(hidden, d)
+    else:
+        hidden = config.ffn_width or 4 * d
+        ffn = linear(d, hidden) + linear(hidden, d)
+    norm = {"rms": d, "rms_unlearned": 0, "layer": 2 * d}[config.norm]
+    head_norm = head if config.qk_norm and config.norm != "rms_unlearned" else 0
+    attention = linear(d, (config.heads + 2 * kv_heads) * head) + linear(config.heads * head, d)
+    encoder = config.encoder_layers * (attention + ffn + 2 * norm + 2 * head_norm)
     own = 0 if config.tied_stacks else attention + ffn
-    decoder = config.decoder_layers * (own + 2 * d * config.heads * head + 3 * d + 3 * norm)
-    memory = d + config.memory_groups * (2 * d * kv_heads * head + norm) if config.decoder_layers else 0
-    merge = 2 * d * d + d + d * d + 2 * d  # W_g and b_g, W_s, norm and initial state
-    return config.vocab_size * d * (1 if config.tied_head else 2) + d + encoder + decoder + memory + merge
+    cross = linear(d, config.heads * head) + linear(config.heads * head, d)
+    decoder = config.decoder_layers * (own + cross + 3 * norm + 3 * head_norm)
+    groups = config.memory_groups * (linear(d, 2 * kv_heads * head) + head_norm)
+    memory = norm + groups if config.decoder_layers else 0
+    merge = 2 * d * d + d + d * d + norm + d  # W_g and b_g, W_s, norm, initial state
+    return config.vocab_size * d * (1 if config.tied_head else 2) + norm + encoder + decoder + memory + merge
 
 
 @pytest.mark.parametrize(("layers", "expected"), RLT_COUNTS.items(), ids=str)
@@ -111,9 +127,11 @@ def test_tied_stacks_are_counted_once():
 
 
 def test_tied_stacks_do_the_work_of_untied_ones():
-    assert on_meta(DEEP).flops_per_token(4096, feedback=True) == on_meta(
-        replace(DEEP, tied_stacks=False)
-    ).flops_per_token(4096, feedback=True)
+    tied, untied = on_meta(DEEP), on_meta(replace(DEEP, tied_stacks=False))
+    assert tied.flops(4096) == untied.flops(4096)
+    for settings in (ParallelConfig(name="parallel"), ChunkedConfig(name="chunked")):
+        solver = solvers.build(settings)
+        assert solver.flops_per_token(tied, 4096) == solver.flops_per_token(untied, 4096) > 0
 
 
 def test_count_parameters_counts_each_once():

@@ -25,7 +25,7 @@ from pipeline.models.layers import (
     rotate,
     rotation,
 )
-from tests.models.cases import SEEDS, random
+from tests.models.cases import SEEDS, make_model, random
 
 
 def normal(seed, *shape):
@@ -36,13 +36,23 @@ def normal(seed, *shape):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("head_dim", "base"), [(2, 10_000.0), (6, 10_000.0), (8, 100.0), (64, 500_000.0)])
-def test_scores_depend_on_the_difference_of_positions(seed, head_dim, base):
+@pytest.mark.parametrize(
+    ("head_dim", "base", "kind"),
+    [
+        (2, 10_000.0, "geometric"),
+        (6, 10_000.0, "geometric"),
+        (8, 100.0, "geometric"),
+        (64, 500_000.0, "geometric"),
+        (8, 1.0, "integer"),
+        (64, 1.0, "integer"),
+    ],
+)
+def test_scores_depend_on_the_difference_of_positions(seed, head_dim, base, kind):
     query, key = normal(seed, 1, 1, 3, head_dim), normal(seed + 10, 1, 1, 3, head_dim)
 
     def score(query_position, key_position):
         turned = [
-            rotate(x, *rotation(torch.tensor([[position]]), head_dim, base, torch.float64))
+            rotate(x, *rotation(torch.tensor([[position]]), head_dim, base, torch.float64, kind))
             for x, position in ((query, query_position), (key, key_position))
         ]
         return (turned[0] * turned[1]).sum(dim=-1)
@@ -56,13 +66,18 @@ def test_scores_depend_on_the_difference_of_positions(seed, head_dim, base):
     assert not torch.allclose(score(3, 0), score(4, 0), rtol=0, atol=1e-3)
 
 
-def test_rotation_is_complex_multiplication():
+@pytest.mark.parametrize(
+    ("kind", "frequencies"),
+    [("geometric", [10_000 ** (-pair / 4) for pair in range(4)]), ("integer", [0, 1, 2, 3])],
+    ids=["geometric", "integer"],
+)
+def test_rotation_is_complex_multiplication(kind, frequencies):
     x, positions = normal(0, 2, 5, 3, 8), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
-    turned = rotate(x, *rotation(positions, 8, 10_000.0, torch.float64))
+    turned = rotate(x, *rotation(positions, 8, 10_000.0, torch.float64, kind))
     for row in range(2):
         for place in range(5):
             for pair in range(4):
-                angle = int(positions[row, place]) / 10_000 ** (pair / 4)
+                angle = int(positions[row, place]) * frequencies[pair]
                 before = torch.complex(x[row, place, :, pair], x[row, place, :, pair + 4])
                 expected = before * complex(math.cos(angle), math.sin(angle))
                 after = torch.complex(turned[row, place, :, pair], turned[row, place, :, pair + 4])
@@ -73,12 +88,13 @@ def test_rotation_is_complex_multiplication():
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_tables_stay_float32(weights, autocast):
+@pytest.mark.parametrize("kind", ["geometric", "integer"])
+def test_tables_stay_float32(weights, autocast, kind):
     positions = torch.arange(2048)[None]
-    exact = rotation(positions, 64, 10_000.0, torch.float64)
+    exact = rotation(positions, 64, 10_000.0, torch.float64, kind)
     assert exact[0].dtype == exact[1].dtype == torch.float64
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        tables = rotation(positions, 64, 10_000.0, weights)
+        tables = rotation(positions, 64, 10_000.0, weights, kind)
     for table, reference in zip(tables, exact, strict=True):
         assert table.shape == (1, 2048, 1, 64)
         assert table.dtype == torch.float32
@@ -90,7 +106,7 @@ def test_tables_stay_float32(weights, autocast):
 
 def test_tables_are_exact_far_out():
     positions = torch.tensor([[1_000_000, 16_777_217]])  # float32 cannot tell the second from its neighbour
-    cos, sin = rotation(positions, 4, 10_000.0, torch.float32)
+    cos, sin = rotation(positions, 4, 10_000.0, torch.float32, "geometric")
     for place, position in enumerate(positions[0].tolist()):
         for pair in range(2):
             angle = position / 10_000 ** (pair / 2)
@@ -102,8 +118,8 @@ def test_tables_are_exact_far_out():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rotate_keeps_the_dtype(dtype, autocast):
     x = normal(0, 1, 5, 2, 8)
-    tables = rotation(torch.arange(5)[None], 8, 10_000.0, dtype)
-    exact = rotate(x, *rotation(torch.arange(5)[None], 8, 10_000.0, torch.float64))
+    tables = rotation(torch.arange(5)[None], 8, 10_000.0, dtype, "geometric")
+    exact = rotate(x, *rotation(torch.arange(5)[None], 8, 10_000.0, torch.float64, "geometric"))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         turned = rotate(x.to(dtype), *tables)
     assert turned.dtype == dtype
@@ -129,8 +145,8 @@ def test_grouped_queries_are_repeated_keys_and_values(seed, heads, kv_heads):
         if visible.mask is not None:
             scores = scores.masked_fill(~visible.mask, -math.inf)
         plain = torch.einsum("rhnm,rhmd->rnhd", scores.softmax(dim=-1), value.repeat_interleave(times, 1))
-        assert found.shape == (2, 5, heads * 6)
-        assert torch.allclose(found, plain.flatten(2), rtol=0, atol=1e-13)
+        assert found.shape == (2, 5, heads, 6)
+        assert torch.allclose(found, plain, rtol=0, atol=1e-13)
 
 
 def test_causal_attention_is_its_mask():
@@ -142,45 +158,57 @@ def test_causal_attention_is_its_mask():
 
 def test_self_attention_packs_queries_keys_values():
     layer = SelfAttention(10, 4, 2, 6).double()
-    x, tables = normal(0, 2, 3, 10), rotation(torch.zeros(1, 3, dtype=torch.int64), 6, 100.0, torch.float64)
-    query, key, value = layer.project(x, *tables, None)
+    x = normal(0, 2, 3, 10)
+    query, key, value = layer.project(x)
     assert query.shape == (2, 3, 4, 6)
-    assert key.shape == value.shape == (2, 2, 3, 6)
+    assert key.shape == value.shape == (2, 3, 2, 6)
+    assert layer.query_key_value.parts == (24, 12, 12)
     weight = layer.query_key_value.weight
-    joined = torch.cat([query.flatten(2), key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)], dim=-1)
+    joined = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], dim=-1)
     assert torch.allclose(joined, x @ weight.T, rtol=0, atol=1e-14)
 
 
+@torch.no_grad()
 def test_values_are_neither_normed_nor_rotated():
-    layer, norms = SelfAttention(8, 2, 2, 4).double(), HeadNorms(4).double()
-    x = normal(0, 1, 3, 8)
-    values = []
-    for offset, used in ((0, norms), (5, norms), (0, None)):
-        tables = rotation(torch.arange(offset, offset + 3)[None], 4, 100.0, torch.float64)
-        values.append(layer.project(x, *tables, used)[2])
-    assert torch.equal(values[0], values[1])
-    assert torch.equal(values[0], values[2])
+    """Keys are both, as they enter attention and the memory."""
+    x, config = normal(0, 1, 3, 16), Transformer.variants()["plain"]
+    block = make_model(Transformer, config).blocks[0]
+    found = []
+
+    def join(key, value):
+        found.append((key, value))
+        return key, value
+
+    for offset, norms in ((0, block.head_norms), (5, block.head_norms), (0, None)):
+        block.head_norms = norms
+        tables = rotation(torch.arange(offset, offset + 3)[None], 8, 100.0, torch.float64, "geometric")
+        block(x, *tables, Visibility(None, causal=True), join)
+    (key, value), *others = found
+    assert torch.equal(value.transpose(1, 2), block.attention.project(block.attention_norm(x))[2])
+    for other_key, other_value in others:
+        assert torch.equal(value, other_value)
+        assert float((key - other_key).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("which", ["query", "key"])
 def test_head_norms_norm_each_head(which):
-    norms = HeadNorms(4).double()
+    norms = HeadNorms(4, 1e-5).double()
     weight = getattr(norms, which).weight
     with torch.no_grad():
         weight.copy_(normal(3, 4))
     x = normal(0, 2, 3, 5, 4)
-    expected = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
+    expected = x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight
     assert torch.allclose(normed(x, norms, which), expected, rtol=1e-13, atol=0)
     assert normed(x, None, which) is x
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert normed(x.bfloat16(), HeadNorms(4), which).dtype == torch.bfloat16
+        assert normed(x.bfloat16(), HeadNorms(4, 1e-5), which).dtype == torch.bfloat16
 
 
 def test_cross_attention_has_no_keys_of_its_own():
     layer = CrossAttention(8, 2, 4)
     assert {name for name, _ in layer.named_parameters()} == {"query.weight", "output.weight"}
-    assert HeadNorms(4, key=False).key is None
-    assert HeadNorms(4, query=False).query is None
+    assert HeadNorms(4, 1e-6, key=False).key is None
+    assert HeadNorms(4, 1e-6, query=False).query is None
 
 
 # ---------------------------------------------------------------- feed-forward, norm, readout
@@ -195,17 +223,24 @@ def test_swiglu(seed):
     assert [name for name, _ in layer.named_parameters()] == ["gate_up.weight", "down.weight"]
 
 
-def test_rms_norm():
-    norm, x = RMSNorm(5).double(), normal(0, 3, 5)
-    with torch.no_grad():
-        norm.weight.copy_(normal(1, 5))
-    assert torch.allclose(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight, atol=1e-14)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("learned", [True, False])
+def test_rms_norm(eps, learned):
+    norm, x = RMSNorm(5, eps, learned=learned).double(), normal(0, 3, 5)
+    expected = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    if learned:
+        with torch.no_grad():
+            norm.weight.copy_(normal(1, 5))
+        expected = expected * norm.weight
+    assert torch.allclose(norm(x), expected, rtol=0, atol=1e-14)
     assert not norm(torch.zeros(1, 5, dtype=torch.float64)).any()
+    assert [name for name, _ in norm.named_parameters()] == (["weight"] if learned else [])
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_readout(tied):
-    readout, embedding, x = Readout(6, 11, tied=tied).double(), nn.Embedding(11, 6).double(), normal(0, 2, 3, 6)
+    readout, embedding = Readout(RMSNorm(6, 1e-6), 6, 11, tied=tied).double(), nn.Embedding(11, 6).double()
+    x = normal(0, 2, 3, 6)
     matrix = embedding.weight if tied else readout.head.weight
     assert torch.allclose(readout(x, embedding), F.linear(readout.norm(x), matrix), rtol=0, atol=1e-14)
     assert sum(parameter.numel() for parameter in readout.parameters()) == 6 + (0 if tied else 66)
@@ -262,7 +297,7 @@ def test_both_halves_of_the_merge_gate_begin_alike():
 
 def test_matmul_flops():
     assert matmul_flops(SwiGLU(6, 10), None, nn.Linear(3, 4)) == 2 * (3 * 6 * 10 + 12)
-    assert matmul_flops(RMSNorm(5), nn.Embedding(3, 4)) == 0
+    assert matmul_flops(RMSNorm(5, 1e-6), nn.Embedding(3, 4)) == 0
 
 
 # ---------------------------------------------------------------- sizes

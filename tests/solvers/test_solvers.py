@@ -1,4 +1,4 @@
-"""Solvers: what they refuse, where positions lie, and where chunks begin and end."""
+"""Solvers: what they refuse, what they feed, where positions lie, and where chunks begin and end."""
 
 import re
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.models import RLT, Transformer
+from pipeline.models import CRT, FBT, LRT, RLT, Feedback, Transformer
 from pipeline.models.inputs import Inputs, pick
-from pipeline.solvers import SOLVERS, Carry, Chunked, Parallel, build, sequential
-from pipeline.solvers.base import place
+from pipeline.solvers import SOLVERS, Carry, Chunked, Interleaved, Parallel, Unrolled, build, sequential
+from pipeline.solvers.base import place, residual, shifted
 from pipeline.solvers.chunked import ChunkedConfig, even_chunks, uneven_chunks
 from pipeline.solvers.parallel import ParallelConfig
-from tests.models.cases import make_model, make_tokens, starts_of
+from tests.models.cases import make_model, make_tokens, random, starts_of
 
 CHUNKED, PARALLEL = ChunkedConfig(name="chunked"), ParallelConfig(name="parallel")
 
@@ -98,7 +98,8 @@ def test_new_carry():
     model = make_model(RLT, RLT.variants()["plain"])
     carry = build(CHUNKED).new_carry(model, 3, starts=torch.tensor([0, 1, 2]))
     assert (carry.length, carry.starts.tolist()) == (0, [0, 1, 2])
-    assert torch.equal(carry.register, model.initial.expand(3, 1, -1))
+    assert torch.equal(carry.register.states, model.initial.expand(3, 1, -1))
+    assert carry.register.fed is None
     assert all(memory.length == 0 for memory in carry.memory.values())
     assert build(PARALLEL).new_carry(model, 3).register is None
 
@@ -112,6 +113,97 @@ def test_running_leaves_the_carry_as_it_was():
     second = solver.run(model, tokens[:, 5:], carry=carry)
     assert carry.length == 5
     assert torch.equal(first.states, second.states)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in SOLVERS.items() if cls.feeds_back])
+@torch.no_grad()
+def test_a_carry_without_a_register_is_refused(name):
+    """Feedback cannot be switched on behind a prefix that was computed without."""
+    config = RLT.variants()["plain"]
+    model, tokens, plain = make_model(RLT, config), make_tokens(config), build(PARALLEL)
+    carry = plain.run(model, tokens[:, :4], carry=plain.new_carry(model, len(tokens))).carry
+    solver = build(SOLVERS[name].Config(name=name))
+    for end in (5, 8):
+        with pytest.raises(ValueError, match="solver without feedback; begin with this solver's new_carry"):
+            solver.run(model, tokens[:, 4:end], carry=carry)
+
+
+def test_set_to():
+    solver = build(Unrolled.Config(name="unrolled", passes=4, prefix=0.5))
+    with solver.set_to({"passes": 1}):
+        assert solver.settings() == {"passes": 1, "prefix": 0.5}
+        assert not solver.feeding
+        with solver.set_to({"prefix": 0.0, "passes": 2}):
+            assert solver.settings() == {"passes": 2, "prefix": 0.0}
+        assert solver.settings() == {"passes": 1, "prefix": 0.5}
+    assert solver.settings() == {"passes": 4, "prefix": 0.5}
+    assert solver.feeding
+    with pytest.raises(RuntimeError, match="stop"), solver.set_to({"passes": 1}):
+        raise RuntimeError("stop")
+    assert solver.settings() == {"passes": 4, "prefix": 0.5}
+
+
+def test_values_are_checked_under_the_name_they_go_by():
+    for cls, setting in ((Chunked, "interval"), (Unrolled, "passes"), (Interleaved, "subsets")):
+        cls.check_value(setting, 3)
+        with pytest.raises(ConfigError, match=rf"solver\.{setting} is 0; .* from 1 on"):
+            cls.check_value(setting, 0)
+        with pytest.raises(ConfigError, match=r"some name is '2'; .* from 1 on"):
+            cls.check_value(setting, "2", "some name")
+    with pytest.raises(NotImplementedError, match="Parallel has no setting to change"):
+        Parallel.check_value("interval", 1)
+
+
+# ---------------------------------------------------------------- what is fed
+
+
+OFFSET = 4  # row index of the first position
+
+
+def fed_by_hand(fed, register, initial, starts):
+    """Return states, and whether they are fed, position by position."""
+    rows, length = fed.shape[:2]
+    states, any_fed = torch.empty_like(fed), torch.ones(rows, length, dtype=torch.bool)
+    for row in range(rows):
+        for position in range(length):
+            begins = starts is not None and int(starts[row, position]) == position + OFFSET
+            if position and not begins:
+                states[row, position] = fed[row, position - 1]
+                continue
+            source = initial if begins else register
+            states[row, position] = source.states[row, 0]
+            any_fed[row, position] = source.fed is None or bool(source.fed.expand(rows, -1, -1)[row, 0])
+    return states, any_fed
+
+
+@pytest.mark.parametrize("cls", [CRT, FBT, LRT, RLT])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_shifted(cls, packed, begun):
+    """Each position is fed the one before, the first the register, a document's first the initial feedback."""
+    model, rows, length = make_model(cls, cls.variants()["plain"]), 3, 5
+    starts = None
+    if packed:
+        starts = torch.stack([starts_of(row, OFFSET + length)[OFFSET:] for row in ([0], [0, 4, 7], [0, 2, 6, 8])])
+    inputs = Inputs(torch.arange(OFFSET, OFFSET + length)[None], starts, OFFSET + length, {})
+    fed = torch.randn(rows, length, model.config.width, generator=random(0), dtype=torch.float64)
+    initial = model.initial_feedback(rows)
+    register = Feedback(torch.ones(rows, 1, model.config.width, dtype=torch.float64)) if begun else initial
+    found = shifted(model, fed, register, inputs)
+    states, any_fed = fed_by_hand(fed, register, initial, starts)
+    assert torch.equal(found.states, states)
+    mask = torch.ones(rows, length, 1, dtype=torch.bool) if found.fed is None else found.fed.expand(rows, length, 1)
+    assert torch.equal(mask[..., 0], any_fed)
+
+
+def test_residual_is_the_share_that_changed():
+    new, old = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([3.0, 3.0], dtype=torch.float64)
+    assert residual(new, old).item() == pytest.approx(1 / 5)
+    assert residual(new, new).item() == 0
+    assert residual(new, -new).item() == pytest.approx(2)
+    assert residual(0 * new, 0 * new).item() == 0
+    assert residual(100 * new.bfloat16(), 100 * old.bfloat16()).item() == pytest.approx(1 / 5)
+    assert residual(new, old).dtype == torch.float32
 
 
 # ---------------------------------------------------------------- places
@@ -217,7 +309,9 @@ def test_uneven_chunks(scene):
     chunks, places = uneven_chunks(inputs, offset, interval)
     check_chunks(chunks, inputs, interval)
     joined = torch.cat([chunk.cut(inputs).values["index"] for chunk in chunks], dim=1)
-    valid = torch.cat([chunk.cut(inputs).valid for chunk in chunks], dim=1)
+    parts = [chunk.cut(inputs) for chunk in chunks]
+    every = [torch.ones(part.index.shape, dtype=torch.bool) for part in parts]
+    valid = torch.cat([full if part.valid is None else part.valid for part, full in zip(parts, every, strict=True)], 1)
     assert torch.equal(pick(joined, places), inputs.values["index"])
     assert bool(pick(valid, places).all())
 

@@ -1,14 +1,28 @@
-"""``backfeed train`` that also writes down which samples every step of this rank has seen.
+"""``backfeed train`` that also writes down what every step of this rank has seen, run with and come to.
 
 Usage: python -m tests.training.recorder FILE ARGUMENTS OF BACKFEED...
 """
 
+import hashlib
 import json
 import sys
+
+import torch
 
 from pipeline import cli
 from pipeline.training.callbacks.steps import StepCallback
 from pipeline.training.module import PretrainingModule
+
+
+def entry(trainer, module, seen):
+    """Return a step's number, samples, settings of the solver, and the hash of the weights after it."""
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()])
+    return {
+        "step": trainer.global_step,
+        "samples": seen,
+        "solver": module.solver.settings(),
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    }
 
 
 def main() -> int:
@@ -26,7 +40,7 @@ def main() -> int:
         last = (batch_idx + 1) % module.config.training.accumulation == 0
         if last and type(self).__name__ == "DataPosition":
             with open(f"{path}.{trainer.global_rank}", "a") as file:
-                file.write(json.dumps({"step": trainer.global_step, "samples": seen}) + "\n")
+                file.write(json.dumps(entry(trainer, module, seen)) + "\n")
         return plain_end(self, trainer, module, outputs, batch, batch_idx)
 
     PretrainingModule.training_step = training_step

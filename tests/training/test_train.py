@@ -147,7 +147,7 @@ def test_loss_that_is_no_number_stops_the_run(tmp_path, data, monkeypatch):
     def spoiled(self, batch, batch_idx):
         loss = plain(self, batch, batch_idx)
         if batch_idx == 6:  # step 7
-            self.step_loss = self.step_loss * float("nan")
+            self.step_mean = self.step_mean.scaled(float("nan"))
             return loss * float("nan")
         return loss
 

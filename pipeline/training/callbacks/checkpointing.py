@@ -107,7 +107,7 @@ class Checkpointing(StepCallback):
     def _description(self, module: PretrainingModule, step: int) -> dict[str, object]:
         return {
             "tokens": step * module.config.training.batch_tokens,
-            "solver": module.solver.settings(),
+            "solver": module.evaluation_settings,
             "data": self._fingerprint,
             "tokenizer": {"sha256": self._tokenizer.sha256, "document_token": self._tokenizer.document_token},
         }

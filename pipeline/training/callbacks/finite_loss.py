@@ -38,8 +38,8 @@ class FiniteLoss(StepCallback):
 
     def on_step_end(self, trainer: pl.Trainer, module: PretrainingModule, step: int) -> None:
         """Note whether the step was finite; raise TrainingError if one was not and the verdict is due."""
-        assert module.step_loss is not None
-        finite = torch.isfinite(module.step_loss)
+        assert module.step_mean is not None
+        finite = torch.isfinite(module.step_mean.value)
         if module.gradient_norm is not None:
             finite = finite & torch.isfinite(module.gradient_norm)
         if self._first_bad is None:

@@ -33,6 +33,8 @@ class TrainingMetrics(StepCallback):
         self._loading = 0.0
         self._last_end = 0.0
         self._last_step = 0
+        self._flops = 0.0
+        self._flops_per_token: dict[tuple[tuple[str, Any], ...], float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, and cut off the rows of steps that are to be done again."""
@@ -60,6 +62,7 @@ class TrainingMetrics(StepCallback):
     def on_step_end(self, trainer: pl.Trainer, module: PretrainingModule, step: int) -> None:
         """Log the step if it is due."""
         config = module.config
+        self._flops += self._step_flops(module)
         shown: dict[str, Any] = {}
         if due(step, config.logging.every_steps, config.training.steps):
             metrics = self._measure(trainer, module, step)
@@ -74,28 +77,42 @@ class TrainingMetrics(StepCallback):
         if self._progress is not None:
             self._progress.advance(config.training.batch_tokens, **shown)
 
+    def _step_flops(self, module: PretrainingModule) -> float:
+        """Return the FLOPs of a step with the solver's present settings."""
+        settings = tuple(module.solver.settings().items())
+        if settings not in self._flops_per_token:
+            flops = module.solver.flops_per_token(module.model, module.config.data.sequence_length)
+            self._flops_per_token[settings] = 3 * flops
+        return self._flops_per_token[settings] * module.config.training.batch_tokens
+
     def _measure(self, trainer: pl.Trainer, module: PretrainingModule, step: int) -> dict[str, float]:
         """Return the metrics of ``step`` and the throughput since the last row; waits for the device."""
         config = module.config
-        assert module.step_loss is not None
-        loss = float(distributed.mean(module.step_loss))
+        mean = module.step_mean
+        assert mean is not None
+        loss, objective, residual = (
+            float("nan") if value is None else float(distributed.mean(value))
+            for value in (mean.loss, mean.value, mean.residual)
+        )
         norm = float(module.gradient_norm) if module.gradient_norm is not None else float("nan")
         now = self._stopwatch.seconds()
         seconds, steps = max(now - self._seconds, 1e-9), step - self._last_step
         tokens = steps * config.training.batch_tokens / seconds
-        flops = 3 * module.solver.flops_per_token(module.model, config.data.sequence_length) * tokens
+        flops = self._flops / seconds
         metrics = {
             "train/loss": loss,
+            "train/objective": objective,
             "train/tokens": step * config.training.batch_tokens,
             "optimizer/learning_rate": module.learning_rate(step),
             "optimizer/gradient_norm": norm,
             **{f"solver/{name}": value for name, value in module.solver.settings().items()},
+            **({"solver/residual": residual} if module.solver.iterates else {}),
             "throughput/tokens_per_second": tokens,
             "throughput/model_flops_per_second": flops,
             "throughput/utilization": flops / self._peak,
             "throughput/loading_fraction": self._loading / seconds,
         }
-        self._seconds, self._loading, self._last_step = now, 0.0, step
+        self._seconds, self._loading, self._last_step, self._flops = now, 0.0, step, 0.0
         return metrics
 
     def close(self) -> None:

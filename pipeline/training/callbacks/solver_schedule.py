@@ -13,10 +13,10 @@ from pipeline.training.module import PretrainingModule
 
 
 class SolverScheduler(StepCallback):
-    """Sets the solver's scheduled settings before every step, from the tokens seen: the same on every rank.
+    """Sets the solver's scheduled settings before every step, from its number: the same on every rank.
 
     Args:
-        schedule: values by tokens.
+        schedule: values by step.
     """
 
     def __init__(self, schedule: SolverSchedule) -> None:
@@ -36,8 +36,9 @@ class SolverScheduler(StepCallback):
         self._settings, self._steps = module.solver.settings(), step
 
     def _set(self, module: PretrainingModule, steps_before: int) -> None:
-        for name, value in self._schedule.values(steps_before * module.config.training.batch_tokens).items():
+        for name, value in self._schedule.values(steps_before).items():
             setattr(module.solver, name, value)
+        module.evaluation_settings = {**module.solver.settings(), **self._schedule.evaluation_values(steps_before)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the solver's settings in the last step."""

@@ -42,7 +42,7 @@ class Validation(StepCallback):
         config = module.config
         if not due(step, config.validation.every_steps, config.training.steps):
             return
-        with self._stopwatch.paused():
+        with self._stopwatch.paused(), module.solver.set_to(module.evaluation_settings):
             sums = evaluate(
                 module.model,
                 module.solver,
@@ -51,7 +51,7 @@ class Validation(StepCallback):
                 reduce=distributed.total,
                 precision=trainer.precision_plugin.forward_context,
             )
-        settings = module.solver.settings()
+        settings = module.evaluation_settings
         metrics = {
             "validation/loss": sums.loss,
             "validation/perplexity": sums.perplexity,

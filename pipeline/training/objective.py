@@ -1,0 +1,59 @@
+"""What a batch is trained on: the solver's loss terms and its penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.evaluation.loss import token_losses
+from pipeline.models import Architecture
+from pipeline.solvers import Solver
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Scalars of one batch.
+
+    Attributes:
+        value: what is minimised.
+        loss: mean loss of the solver's final states, so that it compares across solvers.
+        residual: how far the solver's last pass moved what is fed back (``Solution.residuals``); None where there was
+            one pass.
+    """
+
+    value: Tensor
+    loss: Tensor
+    residual: Tensor | None
+
+    def scaled(self, factor: float) -> Objective:
+        """Return the same, in float32, outside autograd's graph, times ``factor``."""
+        residual = None if self.residual is None else factor * self.residual
+        return Objective(factor * self.value.detach().float(), factor * self.loss.detach().float(), residual)
+
+    def plus(self, other: Objective) -> Objective:
+        """Return the sums."""
+        residual = None if self.residual is None or other.residual is None else self.residual + other.residual
+        return Objective(self.value + other.value, self.loss + other.loss, residual)
+
+
+def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tensor | None) -> Objective:
+    """Return the objective of rows of tokens, all of whose targets are valid.
+
+    Args:
+        model: architecture.
+        solver: how its recurrence is evaluated.
+        tokens: int64 [rows, n + 1].
+        starts: row index at which each input's document begins, int64 [rows, n]; None: all at 0.
+    """
+    solution = solver.run(model, tokens[:, :-1], starts)
+    losses = [token_losses(model, states, tokens[:, 1:]).mean() for states, _ in solution.loss_terms]
+    weights = [weight for _, weight in solution.loss_terms]
+    value = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
+    if solution.penalty is not None:
+        value = value + solution.penalty
+    for parameter in model.dormant_parameters():
+        if parameter.requires_grad:  # replicas wait for a gradient of every parameter, used in this step or not
+            value = value + 0.0 * parameter.sum()
+    return Objective(value, losses[-1], None if solution.residuals is None else solution.residuals[-1])
