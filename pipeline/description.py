@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,9 +15,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.files import write_atomically
 from pipeline.models import Architecture, ArchitectureConfig
 from pipeline.models.base import count_parameters
-from pipeline.solvers import Solver
+from pipeline.solvers import Solver, flops_by_stage, mean_over_stages
 from pipeline.solvers.parallel import ParallelConfig
-from pipeline.solvers.schedules import Mixture
 
 BYTES = {"float32": 4, "bf16-mixed": 2}
 
@@ -71,9 +67,8 @@ def describe(config: Config) -> Description:
     """
     model = build_on_meta(with_vocabulary(config))
     solver, length, training = solvers.build(config.solver), config.data.sequence_length, config.training
-    stages = [(at, 3 * flops) for at, flops in stage_flops(config, model, solver)]
-    borders = [*(at for at, _ in stages), 1.0]
-    mean = sum((end - begin) * flops for (begin, end), (_, flops) in zip(pairwise(borders), stages, strict=True))
+    stages = [(at, 3 * flops) for at, flops in flops_by_stage(solver, model, config.stages, length)]
+    mean = mean_over_stages(stages)
     width = BYTES[training.precision]
     cache, before = (width * cache_values(model, positions) for positions in (length, length - 1))
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
@@ -109,33 +104,6 @@ def with_vocabulary(config: Config) -> ArchitectureConfig:
         return replace(config.model, vocab_size=Manifest.load(config.data.path).tokenizer.vocab_size)
     except DataError as error:
         raise ConfigError(f"set model.vocab_size, since it cannot be read from the data: {error}") from None
-
-
-def stage_flops(config: Config, model: Architecture, solver: Solver) -> Iterator[tuple[float, float]]:
-    """Yield (fraction of the run where a stage of the schedules begins, forward FLOPs of a token in it)."""
-    schedules = config.stages
-    for begin in sorted({0.0, *(at for stages in schedules.values() for at, _ in stages)}):
-        now = {name: [value for at, value in stages if at <= begin][-1] for name, stages in schedules.items()}
-        total = 0.0
-        for share, settings in combinations(now):
-            with solver.set_to(settings):
-                total += share * solver.flops_per_token(model, config.data.sequence_length)
-        yield begin, total
-
-
-def combinations(settings: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield every combination of values that mixtures may draw, with its probability."""
-    if not settings:
-        yield 1.0, {}
-        return
-    (name, value), *rest = settings.items()
-    choices = [(value, 1.0)]
-    if isinstance(value, Mixture):
-        choices = [
-            (each, weight / sum(value.weights)) for each, weight in zip(value.values, value.weights, strict=True)
-        ]
-    for share, others in combinations(dict(rest)):
-        yield from ((share * part, {name: each, **others}) for each, part in choices if part)
 
 
 def decoding_flops(model: Architecture, solver: Solver, length: int) -> float:

@@ -58,7 +58,7 @@ def complaint(monkeypatch, capsys):
 def test_help_and_version():
     done = backfeed("--help")
     assert done.returncode == 0
-    assert {"prepare", "train", "evaluate", "generate", "bench"} <= set(done.stdout.split())
+    assert {"prepare", "train", "evaluate", "generate", "iterate", "describe", "convert", "bench"} <= set(done.stdout.split())
     assert re.fullmatch(r"backfeed \d+\.\d+\.\d+\n", backfeed("--version").stdout)
     assert backfeed().returncode == 2
 

@@ -123,7 +123,8 @@ class FBT(StackArchitecture):
         return self.readout_layer.logits(states, self.embedding)
 
     def mute_feedback(self) -> None:
-        """Scale fused vectors to the size of embeddings; see ``Architecture.mute_feedback``."""
+        """Let the state through as it is, at the size of embeddings; see ``Architecture.mute_feedback``."""
+        nn.init.eye_(self.fusion.value.weight)
         if self.fusion.norm is not None and self.fusion.norm.weight is not None:
             with torch.no_grad():
                 self.fusion.norm.weight.fill_(float(self.embedding.weight.square().mean().sqrt()))

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs
-from pipeline.solvers.schedules import Mixture
+from pipeline.solvers.schedules import Mixture, Stages, combinations, stages_at
 
 
 @dataclass
@@ -202,6 +202,27 @@ class Solver(ABC):
     @abstractmethod
     def flops_per_token(self, model: Architecture, length: int) -> float:
         """Return the forward FLOPs of one token in training, logits included, averaged over a row of ``length``."""
+
+
+def flops_by_stage(
+    solver: Solver, model: Architecture, schedules: Mapping[str, Stages], length: int
+) -> list[tuple[float, float]]:
+    """Return the forward FLOPs of a token for each stage of a run: (fraction where it begins, FLOPs).
+
+    Args:
+        solver: solver whose settings the schedules change.
+        model: architecture.
+        schedules: for each setting its stages.
+        length: tokens of a row.
+    """
+    found = []
+    for begin in sorted({0.0, *(at for stages in schedules.values() for at, _ in stages)}):
+        total = 0.0
+        for share, settings in combinations(stages_at(schedules, begin)):
+            with solver.set_to(settings):
+                total += share * solver.flops_per_token(model, length)
+        found.append((begin, total))
+    return found
 
 
 SOLVERS: Registry[type[Solver]] = Registry("solver")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 Stages = Sequence[tuple[float, Any]]
@@ -75,9 +75,33 @@ class SolverSchedule:
         }
 
     def _stages(self, step: int) -> dict[str, Any]:
-        fraction = step / self._steps
-        found = {}
-        for name, stages in self._schedules.items():
-            stage = bisect_right([at for at, _ in stages], fraction) - 1
-            found[name] = stages[stage][1]
-        return found
+        return stages_at(self._schedules, step / self._steps)
+
+
+def stages_at(schedules: Mapping[str, Stages], fraction: float) -> dict[str, Any]:
+    """Return the value or mixture of every scheduled setting at a fraction of the run."""
+    found = {}
+    for name, stages in schedules.items():
+        found[name] = stages[bisect_right([at for at, _ in stages], fraction) - 1][1]
+    return found
+
+
+def combinations(settings: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield every combination of values that mixtures may draw, with its probability."""
+    if not settings:
+        yield 1.0, {}
+        return
+    (name, value), *rest = settings.items()
+    choices = [(value, 1.0)]
+    if isinstance(value, Mixture):
+        choices = [
+            (each, weight / sum(value.weights)) for each, weight in zip(value.values, value.weights, strict=True)
+        ]
+    for share, others in combinations(dict(rest)):
+        yield from ((share * part, {name: each, **others}) for each, part in choices if part)
+
+
+def mean_over_stages(stages: Sequence[tuple[float, float]]) -> float:
+    """Return the mean over the run of what is constant in stages, (fraction at which it begins, value)."""
+    borders = [*(at for at, _ in stages), 1.0]
+    return sum((end - begin) * value for (begin, end), (_, value) in zip(pairwise(borders), stages, strict=True))

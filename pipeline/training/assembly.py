@@ -17,6 +17,7 @@ from pipeline.models import Architecture
 from pipeline.models.base import count_parameters
 from pipeline.progress import Progress
 from pipeline.runs.folder import RunFolder
+from pipeline.solvers import flops_by_stage, mean_over_stages
 from pipeline.solvers.schedules import SolverSchedule
 from pipeline.training import distributed, loggers, peak, strategies
 from pipeline.training.callbacks.checkpointing import Checkpointing
@@ -181,7 +182,8 @@ class Assembly:
         """Say what is about to be trained."""
         config, model = self.config, self.module.model
         count = count_parameters(model)
-        flops = 3 * self.module.solver.flops_per_token(model, config.data.sequence_length)
+        length = config.data.sequence_length
+        flops = 3 * mean_over_stages(flops_by_stage(self.module.solver, model, config.stages, length))
         say(
             f"{config.model.architecture}, {count:,} parameters, {flops / 1e6:.1f} MFLOP a token in training; "
             f"{self.trainer.world_size} rank(s) on {self._device.type}, {config.training.precision}"

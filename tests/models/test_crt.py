@@ -368,8 +368,8 @@ def test_positions_that_stayed_plain_pay_no_convergence_loss():
         feedback = model.fed[-1]
         assert 0 < int(feedback.fed.sum()) < ROWS * LENGTH
         e = prepared(model, tokens).values["x"]
-        change = model.correction(shifted(solution.states) + e) - model.correction(feedback.states + e).detach()
-        expected = 0.1 * (change * feedback.fed).square().mean()
+        taken, following = (e + model.correction(states + e) for states in (feedback.states, shifted(solution.states)))
+        expected = 0.1 * ((following - taken.detach()) * feedback.fed).square().mean()
         assert solution.penalty.item() == pytest.approx(expected.item(), rel=1e-12)
         gradients = (gradient_vector(model, loss, keep=True) for loss in (solution.penalty, expected))
         assert relative(*gradients) <= 1e-12

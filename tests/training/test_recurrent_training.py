@@ -74,6 +74,15 @@ CRT_DRAWN = drawn([2, 3, 4, 5], [1, 1, 1, 1], 12)
 FBT_DRAWN = drawn([1, 2, 3], [2, 1, 1], 12)
 
 
+def pass_solver(name, **settings):
+    return solvers.build(SOLVERS[name].Config(name=name, **settings))
+
+
+def pass_states(model, batch, name, **settings):
+    """Return the states of the last pass under a solver of its own."""
+    return pass_solver(name, **settings).run(model, batch["tokens"][:, :-1], batch["starts"]).states
+
+
 def passes_of(folder):
     return {int(row["step"]): int(row["solver/passes"]) for row in rows(folder)}
 
@@ -143,7 +152,12 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path, data, architecture,
     parts = trained_folder(tmp_path, data, *settings, "training.micro_batch_tokens=64", name="parts")
     assert_close(losses(parts), losses(whole))
     for found, expected in zip(rows(parts), rows(whole), strict=True):
-        assert float(found["train/objective"]) == pytest.approx(float(expected["train/objective"]), rel=1e-5)
+        for key in ("train/objective", "solver/residual"):
+            assert float(found[key]) == pytest.approx(float(expected[key]), rel=1e-3, nan_ok=True), key
+    forget_after(parts, 4)
+    config = config_of(tmp_path, data, *settings, "training.micro_batch_tokens=32", name="parts")
+    assert train(config, "must").step == 8  # and it may change when a run goes on
+    assert_close(losses(parts), losses(whole))
 
 
 # ---------------------------------------------------------------- what is drawn, logged and kept
@@ -193,6 +207,22 @@ def test_feedback_that_comes_late(tmp_path, data):
     assert found == {4: 1, 8: 3, 12: 3}
 
 
+def test_throughput_counts_the_passes_of_every_step(tmp_path, data):
+    """Not those of the step that is logged alone."""
+    folder = trained_folder(tmp_path, data, "fbt", *FBT, FBT_PASSES, "logging.every_steps=4")
+    trained = load(folder)
+    flops = {
+        passes: 3 * pass_solver("unrolled", passes=passes, loss="plain_and_fed").flops_per_token(trained.model, 32)
+        for passes in (1, 2, 3)
+    }
+    assert [int(row["step"]) for row in rows(folder)] == [4, 8, 12]
+    for row in rows(folder):
+        steps = range(int(row["step"]) - 3, int(row["step"]) + 1)
+        expected = sum(flops[FBT_DRAWN[step]] for step in steps) / 4
+        found = float(row["throughput/model_flops_per_second"]) / float(row["throughput/tokens_per_second"])
+        assert found == pytest.approx(expected)
+
+
 def test_solvers_of_one_order_train_their_loss(tmp_path, data):
     """Chunks have one loss and no residual; subsets have both of the plain and the refined states."""
     chunked = rows(trained_folder(tmp_path, data, "rlt", INTERVALS, SHORT))
@@ -204,12 +234,6 @@ def test_solvers_of_one_order_train_their_loss(tmp_path, data):
         assert row["train/objective"] != row["train/loss"]
         assert 0 < float(row["solver/residual"]) < 10
     assert load(folder).solver.settings() == {"subsets": 2}
-
-
-def pass_states(model, batch, **settings):
-    """Return the states of the last pass under a solver of its own."""
-    solver = solvers.build(SOLVERS[settings["name"]].Config(**settings))
-    return solver.run(model, batch["tokens"][:, :-1], batch["starts"]).states
 
 
 def convergence(model, batch, states):
@@ -228,9 +252,9 @@ def convergence(model, batch, states):
 def expected_of(model, batch, recipe, passes):
     """Return loss, objective and residual of a batch, each pass computed by itself."""
     if recipe == "lrt_interleaved":
-        states = [pass_states(model, batch, name="parallel"), pass_states(model, batch, name="interleaved", subsets=2)]
+        states = [pass_states(model, batch, "parallel"), pass_states(model, batch, "interleaved", subsets=2)]
     else:
-        states = [pass_states(model, batch, name="unrolled", passes=count + 1) for count in range(passes)]
+        states = [pass_states(model, batch, "unrolled", passes=count + 1) for count in range(passes)]
     each = [float(token_losses(model, found, batch["tokens"][:, 1:]).mean()) for found in states]
     fed = [model.fed_back(found) for found in states]
     residual = float((fed[-1] - fed[-2]).norm() / fed[-1].norm()) if len(fed) > 1 else math.nan
