@@ -125,9 +125,15 @@ class FBT(StackArchitecture):
     def mute_feedback(self) -> None:
         """Let the state through as it is, at the size of embeddings; see ``Architecture.mute_feedback``."""
         nn.init.eye_(self.fusion.value.weight)
-        if self.fusion.norm is not None and self.fusion.norm.weight is not None:
-            with torch.no_grad():
-                self.fusion.norm.weight.fill_(float(self.embedding.weight.square().mean().sqrt()))
+        if self.fusion.norm is None:
+            return
+        if self.fusion.norm.weight is None:
+            raise ConfigError(
+                "model.norm is rms_unlearned, so that fused vectors cannot be given the size of embeddings; a plain "
+                "transformer becomes an FBT only with a learned norm, or with model.embedding_norm"
+            )
+        with torch.no_grad():
+            self.fusion.norm.weight.fill_(float(self.embedding.weight.square().mean().sqrt()))
 
     def dormant_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the fusion."""

@@ -63,8 +63,8 @@ class Solution:
         carry: with which the sequence goes on; None where none was asked for.
         terms: what is trained: states [rows, n, s], each with the weight of its mean loss; none: ``states`` alone.
         penalty: added to the loss, a scalar; None for nothing.
-        residuals: how far each pass moved what is fed back, as a share of its root mean square, float32 [passes - 1];
-            None where there is one pass.
+        residuals: how far each pass moved what is fed back, as a share of its root mean square, [passes - 1],
+            in float32 at least; None where there is one pass.
     """
 
     states: Tensor
@@ -296,6 +296,8 @@ def single_step(model: Architecture, inputs: Inputs, memory: Memory, carry: Carr
 
 @torch.no_grad()
 def residual(new: Tensor, old: Tensor) -> Tensor:
-    """Return the root mean square of the change over that of ``new``, a float32 scalar."""
-    change = (new.float() - old.float()).square().mean()
-    return (change / new.float().square().mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    """Return the root mean square of the change over that of ``new``, a scalar in float32 at least."""
+    dtype = torch.promote_types(torch.float32, new.dtype)
+    new, old = new.to(dtype), old.to(dtype)
+    change = (new - old).square().mean()
+    return (change / new.square().mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()

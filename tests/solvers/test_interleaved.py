@@ -209,9 +209,9 @@ def test_residual(cls):
         solution = interleaved(3).run(model, tokens, starts)
         before, after = (model.fed_back(states) for states, _ in solution.terms)
         expected = ((after - before).square().mean() / after.square().mean()).sqrt()
-        assert (solution.residuals.shape, solution.residuals.dtype) == ((1,), torch.float32)
-        # in float32, where the sum of so many squares is off by no more than their number of units in the last place
-        assert float(solution.residuals) == pytest.approx(float(expected), rel=after.numel() * 2**-23)
+        assert (solution.residuals.shape, solution.residuals.dtype) == ((1,), torch.float64)
+        # The sum of so many squares is off by no more than their number of units in the last place.
+        assert float(solution.residuals) == pytest.approx(float(expected), rel=after.numel() * 2**-52)
 
 
 # ---------------------------------------------------------------- who sees whom
