@@ -353,8 +353,8 @@ def direct_residuals(model, tokens, passes, starts=None):
 
 
 def residual_precision(expected):
-    """Return how far a residual may be off: it is taken in float32, where n squares add up to n eps at the worst."""
-    return ROWS * LENGTH * PLAIN.width * torch.finfo(torch.float32).eps * expected + torch.finfo(torch.float32).eps
+    """Return how far a residual may be off: where n squares add up to n eps at the worst."""
+    return ROWS * LENGTH * PLAIN.width * torch.finfo(torch.float64).eps * expected + torch.finfo(torch.float64).eps
 
 
 @each_feeding
@@ -365,7 +365,7 @@ def test_residuals(cls, seed):
     for starts in (None, make_starts(seed)):
         found = unrolled(passes=MANY).run(model, tokens, starts).residuals
         expected, _ = direct_residuals(model, tokens, MANY, starts)
-        assert (found.shape, found.dtype) == ((MANY - 1,), torch.float32)
+        assert (found.shape, found.dtype) == ((MANY - 1,), torch.float64)
         assert bool(((found - expected).abs() <= residual_precision(expected)).all()), (found, expected)
     assert unrolled(passes=1).run(model, tokens).residuals is None
 
