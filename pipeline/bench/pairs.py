@@ -107,10 +107,10 @@ def pairs(config: ArchitectureConfig) -> Iterator[Solver]:
 def run(
     data: Path = DATA,
     *,
-    steps: int = 200,
+    steps: int = 120,
     length: int = 64,
     rows: int = 32,
-    evaluation_tokens: int = 16_384,
+    evaluation_tokens: int = 8192,
     timings: int = 5,
 ) -> list[dict[str, Any]]:
     """Train and measure every pair, print a table, return its rows.

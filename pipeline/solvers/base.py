@@ -244,6 +244,15 @@ def place(tokens: Tensor, starts: Tensor | None, carry: Carry | None) -> tuple[T
     return index, starts
 
 
+def check_feeds_back(config: SolverConfig, architecture: type[Architecture]) -> None:
+    """Raise ConfigError if there is nothing for the solver to feed back."""
+    if not architecture.feeds_back:
+        raise ConfigError(
+            f"solver.name is {config.name}, but this architecture feeds nothing back, so one pass is all there is; set "
+            "solver.name=parallel"
+        )
+
+
 def check_count(name: str, value: Any, what: str) -> None:
     """Raise ConfigError, saying ``what`` the setting ``name`` is, unless ``value`` is a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

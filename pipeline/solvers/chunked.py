@@ -25,7 +25,17 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
-from pipeline.solvers.base import SOLVERS, Carry, Solution, Solver, SolverConfig, check_count, place, register_of
+from pipeline.solvers.base import (
+    SOLVERS,
+    Carry,
+    Solution,
+    Solver,
+    SolverConfig,
+    check_count,
+    check_feeds_back,
+    place,
+    register_of,
+)
 
 
 @dataclass
@@ -86,10 +96,7 @@ class Chunked(Solver):
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
         """Refuse architectures that feed nothing back."""
-        if not architecture.feeds_back:
-            raise ConfigError(
-                "solver.name is chunked, but this architecture feeds nothing back; set solver.name=parallel"
-            )
+        check_feeds_back(config, architecture)
 
     @classmethod
     def check_value(cls, setting: str, value: Any, name: str | None = None) -> None:

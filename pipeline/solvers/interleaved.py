@@ -28,6 +28,7 @@ from pipeline.solvers.base import (
     Solver,
     SolverConfig,
     check_count,
+    check_feeds_back,
     place,
     register_of,
     residual,
@@ -104,10 +105,7 @@ class Interleaved(Solver):
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
         """Refuse architectures that feed nothing back, or whose keys cannot be made anew where that is asked for."""
-        if not architecture.feeds_back:
-            raise ConfigError(
-                "solver.name is interleaved, but this architecture feeds nothing back; set solver.name=parallel"
-            )
+        check_feeds_back(config, architecture)
         assert isinstance(config, InterleavedConfig)
         if config.refresh_keys_values and not architecture.refreshes:
             raise ConfigError(

@@ -28,6 +28,7 @@ from pipeline.solvers.base import (
     Solver,
     SolverConfig,
     check_count,
+    check_feeds_back,
     place,
     register_of,
     residual,
@@ -111,11 +112,7 @@ class Unrolled(Solver):
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
         """Refuse architectures that feed nothing back."""
-        if not architecture.feeds_back:
-            raise ConfigError(
-                "solver.name is unrolled, but this architecture feeds nothing back, so that all passes would be the "
-                "same; set solver.name=parallel"
-            )
+        check_feeds_back(config, architecture)
 
     @classmethod
     def check_value(cls, setting: str, value: Any, name: str | None = None) -> None:
