@@ -203,7 +203,8 @@ def test_residual_is_the_share_that_changed():
     assert residual(new, -new).item() == pytest.approx(2)
     assert residual(0 * new, 0 * new).item() == 0
     assert residual(100 * new.bfloat16(), 100 * old.bfloat16()).item() == pytest.approx(1 / 5)
-    assert residual(new, old).dtype == torch.float32
+    assert residual(new, old).dtype == torch.float64
+    assert residual(new.bfloat16(), old.bfloat16()).dtype == torch.float32
 
 
 # ---------------------------------------------------------------- places
