@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from pipeline.data.stream import EvaluationBatch
 
 
+LOGITS_AT_ONCE = 1 << 24
+"""Logits that are held at once: 64 MiB in float32."""
+
+
 @dataclass(frozen=True)
 class LossSums:
     """Sums over a split.
@@ -55,8 +59,23 @@ class LossSums:
         return self.text_nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
 
+def positions_at_once(model: Architecture) -> int:
+    """Return the number of positions whose logits are held at once."""
+    return max(1, LOGITS_AT_ONCE // model.embedding.weight.shape[0])
+
+
 def token_losses(model: Architecture, states: Tensor, targets: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each target in nats, float32 at least [rows, n]."""
+    """Return the negative log-likelihood of each target in nats, float32 at least [rows, n].
+
+    Outside autograd it goes slice by slice, so that the logits of all positions are never held at once; in training
+    ``training.chunked_loss`` sees to that.
+    """
+    count = positions_at_once(model)
+    if not torch.is_grad_enabled() and targets.numel() > count:
+        pairs = zip(states.flatten(0, 1).split(count), targets.flatten().split(count), strict=True)
+        return torch.cat([token_losses(model, state[None], target[None])[0] for state, target in pairs]).view_as(
+            targets
+        )
     logits = model.readout(states)
     logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)

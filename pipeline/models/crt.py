@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,6 +50,12 @@ class Correction(nn.Module):
         self.norm = make_norm(config.norm, config.width, config.norm_eps)
         self.up = nn.Linear(config.width, config.correction_width or 4 * config.width)
         self.down = nn.Linear(self.up.out_features, config.width)
+        self.scale = config.input_scale
+
+    def init_own(self, generator: torch.Generator | None) -> None:
+        """Let the correction start in proportion to the embedding."""
+        with torch.no_grad():
+            self.down.weight.mul_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x = z + e [R, n, d] to the correction."""

@@ -77,14 +77,15 @@ class LRTBlock(Block):
     def __init__(self, config: LRTConfig) -> None:
         super().__init__(config, config)
         self.memory_scale = nn.Parameter(torch.empty(1))
+        self.input_scale = config.input_scale
         self.memory_gate: nn.Linear | None = None
         if config.memory_gates:
             self.memory_gate = nn.Linear(config.width, 2 * config.key_value_heads, bias=False)
 
     def init_own(self, generator: torch.Generator | None) -> None:
-        """Let the state enter the stream with a tenth, and the gates begin at one."""
+        """Let the state enter the stream with a tenth of its size, and the gates begin at one."""
         super().init_own(generator)
-        nn.init.constant_(self.memory_scale, 0.1)
+        nn.init.constant_(self.memory_scale, 0.1 * self.input_scale)
         if self.memory_gate is not None:
             nn.init.zeros_(self.memory_gate.weight)
 

@@ -64,6 +64,14 @@ class StackConfig(ArchitectureConfig):
         if self.full_attention_every and self.attention_window is None:
             raise ConfigError("model.full_attention_every is set, but there is no model.attention_window to lift")
 
+    @property
+    def input_scale(self) -> float:
+        """Root mean square of what enters the stack in a plain pass at the start of training.
+
+        What feedback adds to it, or puts in its place, starts in proportion: it would drown the token otherwise.
+        """
+        return 1.0 if self.embedding_norm else self.embedding_std
+
     def window(self, layer: int) -> int | None:
         """Return the window of a block, counted from 0."""
         every = self.full_attention_every

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.evaluation.loss import token_losses
 from pipeline.models import Architecture
 from pipeline.solvers import Solver
+from pipeline.training.chunked_loss import mean_loss
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tenso
         starts: row index at which each input's document begins, int64 [rows, n]; None: all at 0.
     """
     solution = solver.run(model, tokens[:, :-1], starts)
-    losses = [token_losses(model, states, tokens[:, 1:]).mean() for states, _ in solution.loss_terms]
+    losses = [mean_loss(model, states, tokens[:, 1:]) for states, _ in solution.loss_terms]
     weights = [weight for _, weight in solution.loss_terms]
     value = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
     if solution.penalty is not None:

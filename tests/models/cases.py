@@ -1,15 +1,18 @@
-"""What the tests of the contract run over: models with lively weights, tokens, documents, and one tolerance."""
+"""What tests of models and solvers run over: models with lively weights, tokens, documents, solvers, one tolerance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from pipeline.models import ARCHITECTURES, Architecture, ArchitectureConfig
+from pipeline.models import ARCHITECTURES, Architecture, ArchitectureConfig, Transformer
+from pipeline.models.inputs import Inputs
+from pipeline.models.transformer import TransformerConfig
 from pipeline.solvers import SOLVERS, Solver, SolverConfig
 
 SEEDS = (0, 1, 2)
@@ -80,6 +83,13 @@ def make_model(
 
 def make_tokens(config: ArchitectureConfig, seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> Tensor:
     return torch.randint(config.vocab_size or 0, (rows, length), generator=random(seed + 1000))
+
+
+def model_and_tokens(
+    cls: type[Architecture], seed: int = 0, variant: str = "plain", length: int = LENGTH
+) -> tuple[Architecture, Tensor]:
+    config = cls.variants()[variant]
+    return make_model(cls, config, seed), make_tokens(config, seed, length=length)
 
 
 def starts_of(row: list[int], length: int) -> Tensor:
@@ -172,3 +182,93 @@ def interval_of(config: SolverConfig) -> int:
 def splits(config: SolverConfig) -> bool:
     """Return whether a solver computes the same, into whatever calls a sequence is cut."""
     return config.name in ("parallel", "chunked")
+
+
+def solver(name: str, **settings: Any) -> Solver:
+    config = solver_config(name, **settings)
+    config.check()
+    return make_solver(config)
+
+
+EXACT, PARALLEL = solver("chunked", interval=1), make_solver(solver_config("parallel"))
+FEEDING_SOLVERS = {
+    "chunked1": EXACT,
+    "chunked3": solver("chunked", interval=3),
+    "unrolled3": solver("unrolled", passes=3, loss="mean", convergence_weight=0.1),
+    "unrolled13": solver("unrolled", passes=LENGTH + 1, loss="mean"),
+    "interleaved2": solver("interleaved", subsets=2),
+    "interleaved12": solver("interleaved", subsets=LENGTH),
+}
+
+
+def plain_of(model: Architecture) -> Transformer:
+    """Return the plain transformer with the same settings and weights."""
+    settings = {field.name: getattr(model.config, field.name) for field in fields(TransformerConfig)}
+    plain = Transformer(TransformerConfig(**{**settings, "architecture": "transformer"})).double()
+    weights = model.state_dict()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    return plain.eval()
+
+
+def own_names(model: Architecture) -> set[str]:
+    """Return the names of the weights that a plain transformer of the same settings does not have."""
+    return model.state_dict().keys() - plain_of(model).state_dict().keys()
+
+
+def mute(model: Architecture) -> dict[str, Tensor]:
+    """Mute a model's feedback; return the weights that this changed, as they were."""
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.mute_feedback()
+    return {name: before[name] for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+
+
+def watched(cls: type[Architecture], config: ArchitectureConfig, seed: int = 0) -> Architecture:
+    """Return a model that notes in ``calls`` each call to ``advance``: inputs, what is fed, states, memory after it."""
+    model = make_model(cls, config, seed)
+    model.calls, advance = [], model.advance
+
+    def noted(inputs, feedback, memory=None):
+        states, after = advance(inputs, feedback, memory)
+        model.calls.append((inputs, feedback, states, after))
+        return states, after
+
+    model.advance = noted
+    return model
+
+
+def prepared(model: Architecture, tokens: Tensor, starts: Tensor | None = None) -> Inputs:
+    return model.prepare_feedback(model.prepare(tokens, torch.arange(tokens.shape[1])[None], starts)[0])
+
+
+def passes_of(model: Architecture, tokens: Tensor, passes: int, starts: Tensor | None = None) -> list[Tensor]:
+    """Return the states of every pass."""
+    terms = solver("unrolled", passes=passes, loss="mean").run(model, tokens, starts).loss_terms
+    assert len(terms) == passes
+    return [states for states, _ in terms]
+
+
+def shifted(states: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Return the state of the position before, zero at a document's first."""
+    before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
+    if starts is None:
+        return before
+    return torch.where((starts == torch.arange(starts.shape[1]))[..., None], 0.0, before)
+
+
+def token_loss(model: Architecture, states: Tensor, tokens: Tensor, where: slice = slice(None)) -> Tensor:
+    """Return the mean cross-entropy of the tokens that follow, at the positions ``where``."""
+    logits = model.readout(states[:, :-1][:, where])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:][:, where].flatten())
+
+
+def gradient_vector(model: Architecture, loss: Tensor, *, keep: bool = False) -> Tensor:
+    """Return the gradients of ``loss`` for all parameters, zero where there is none; ``keep`` the graph for more."""
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep)
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)]
+    )
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    return float((found - reference).norm() / reference.norm())

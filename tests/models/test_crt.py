@@ -1,31 +1,41 @@
-"""What is CRT's own: the plain transformer inside it, the first token's correction, and what K passes leave out."""
+"""What is CRT's own: a correction of zero, that of the first token, and what K passes leave out."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import pytest
 import torch
 
-from pipeline.models import CRT, Architecture, Transformer
+from pipeline.models import CRT
 from pipeline.models.base import build
 from pipeline.models.crt import CRTConfig
 from pipeline.models.transformer import TransformerConfig
-from pipeline.solvers import Solver
 from tests.models.cases import (
+    EXACT,
+    FEEDING_SOLVERS,
     LENGTH,
+    PARALLEL,
     ROWS,
     SEEDS,
     assert_close,
+    gradient_vector,
     make_model,
-    make_solver,
     make_starts,
     make_tokens,
+    model_and_tokens,
+    mute,
+    passes_of,
+    plain_of,
+    prepared,
     random,
-    solver_config,
+    relative,
+    shifted,
+    solver,
     starts_of,
     tolerance,
+    watched,
 )
 from tests.models.contract import loss_of
 
@@ -33,92 +43,7 @@ VARIANTS = CRT.variants()
 PLAIN = VARIANTS["plain"]
 
 
-def solver(name: str, **settings) -> Solver:
-    return make_solver(solver_config(name, **settings))
-
-
-EXACT, PARALLEL = solver("chunked", interval=1), solver("parallel")
-FEEDING = {
-    "chunked1": EXACT,
-    "chunked3": solver("chunked", interval=3),
-    "unrolled3": solver("unrolled", passes=3, loss="mean", convergence_weight=0.1),
-    "unrolled13": solver("unrolled", passes=LENGTH + 1, loss="mean"),
-    "interleaved2": solver("interleaved", subsets=2),
-    "interleaved12": solver("interleaved", subsets=LENGTH),
-}
-
-
-def plain_of(model: Architecture) -> Transformer:
-    """Return the plain transformer with the same settings and weights."""
-    settings = {field.name: getattr(model.config, field.name) for field in fields(TransformerConfig)}
-    plain = Transformer(TransformerConfig(**{**settings, "architecture": "transformer"})).double()
-    weights = model.state_dict()
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
-    return plain.eval()
-
-
-def own_names(model: Architecture) -> set[str]:
-    """Return the names of the weights that a plain transformer of the same settings does not have."""
-    return model.state_dict().keys() - plain_of(model).state_dict().keys()
-
-
-def passes_of(model, tokens, passes, starts=None):
-    """Return the states of every pass."""
-    terms = solver("unrolled", passes=passes, loss="mean").run(model, tokens, starts).loss_terms
-    assert len(terms) == passes
-    return [states for states, _ in terms]
-
-
-def shifted(states: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the state of the position before, zero at a document's first."""
-    before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
-    if starts is None:
-        return before
-    return torch.where((starts == torch.arange(starts.shape[1]))[..., None], 0.0, before)
-
-
-def prepared(model, tokens, starts=None):
-    return model.prepare_feedback(model.prepare(tokens, torch.arange(tokens.shape[1])[None], starts)[0])
-
-
-def gradient_vector(model, loss, *, keep: bool = False) -> torch.Tensor:
-    """Return the gradients of ``loss`` for all parameters, zero where there is none; ``keep`` the graph for more."""
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep)
-    return torch.cat(
-        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)]
-    )
-
-
-def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((found - reference).norm() / reference.norm())
-
-
-# ---------------------------------------------------------------- the plain transformer inside
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_pass_is_the_plain_transformer(variant):
-    """To the last bit: states, logits and gradients; the correction has no gradient."""
-    for seed in SEEDS:
-        model, tokens = make_model(CRT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
-        plain = plain_of(model)
-        assert own_names(model) == {name for name in model.state_dict() if name.startswith("correction.")}
-        for starts in (None, make_starts(seed)):
-            reference = PARALLEL.run(plain, tokens, starts).states
-            loss_of(plain.readout(reference), seed).backward()
-            for run in (solver("unrolled", passes=1), PARALLEL):
-                states = run.run(model, tokens, starts).states
-                assert torch.equal(states, reference)
-                assert torch.equal(model.readout(states), plain.readout(reference))
-                loss_of(model.readout(states), seed).backward()
-                for name, parameter in model.named_parameters():
-                    if name.startswith("correction."):
-                        assert parameter.grad is None, name
-                    else:
-                        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
-                model.zero_grad()
-            plain.zero_grad()
+# ---------------------------------------------------------------- a correction of zero
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -126,42 +51,24 @@ def test_one_pass_is_the_plain_transformer(variant):
 def test_a_zero_correction_is_the_plain_transformer_in_every_order(variant):
     """So a pretrained transformer becomes a CRT that begins exactly where it was."""
     for seed in SEEDS:
-        model, tokens = make_model(CRT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
-        before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        model.mute_feedback()
-        changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
-        assert changed == {"correction.down.weight", "correction.down.bias"}
+        model, tokens = model_and_tokens(CRT, seed, variant)
+        assert mute(model).keys() == {"correction.down.weight", "correction.down.bias"}
         for starts in (None, make_starts(seed)):
             reference = PARALLEL.run(plain_of(model), tokens, starts).states
-            for name, run in FEEDING.items():
+            for name, run in FEEDING_SOLVERS.items():
                 for states, _ in run.run(model, tokens, starts).loss_terms:
                     assert_close(states, reference, name)
                     assert name != "unrolled3" or torch.equal(states, reference)
 
 
-@pytest.mark.parametrize("run", FEEDING.values(), ids=FEEDING)
+@pytest.mark.parametrize("run", FEEDING_SOLVERS.values(), ids=FEEDING_SOLVERS)
 def test_a_zero_correction_learns(run):
     """Its last layer has a gradient, which is what ends the silence."""
-    model, tokens = make_model(CRT, PLAIN), make_tokens(PLAIN)
+    model, tokens = model_and_tokens(CRT)
     model.mute_feedback()
     loss_of(model.readout(run.run(model, tokens).states), 0).backward()
     for name in ("weight", "bias"):
         assert bool((model.correction.down.get_parameter(name).grad != 0).all())
-
-
-@torch.no_grad()
-def test_what_is_carried_is_one_state_and_the_plain_transformers_keys_and_values():
-    for variant, config in VARIANTS.items():
-        model, tokens = make_model(CRT, config), make_tokens(config)
-        plain = plain_of(model)
-        for run in (EXACT, solver("unrolled", passes=2), solver("interleaved", subsets=2)):
-            carry = run.run(model, tokens, carry=run.new_carry(model, ROWS)).carry
-            reference = PARALLEL.run(plain, tokens, carry=PARALLEL.new_carry(plain, ROWS)).carry
-            assert carry.register.states.shape == (ROWS, 1, config.width), variant
-            assert carry.memory.keys() == reference.memory.keys() == {"blocks"}
-            for kind in ("keys", "values"):
-                kept, expected = (getattr(each.memory["blocks"], kind) for each in (carry, reference))
-                assert [each.shape for each in kept] == [each.shape for each in expected], variant
 
 
 # ---------------------------------------------------------------- K passes and the recurrence
@@ -171,10 +78,9 @@ def test_what_is_carried_is_one_state_and_the_plain_transformers_keys_and_values
 @torch.no_grad()
 def test_a_row_of_t_takes_t_plus_1_passes(variant):
     """After K passes K - 1 states are exact, since the first pass corrects not even the first token: K = T is short."""
-    config = VARIANTS[variant]
     for length in (1, 2, 3, 6):  # the error of K = T falls with K, to rounding in longer rows
         for seed in SEEDS:
-            model, tokens = make_model(CRT, config, seed), make_tokens(config, seed, length=length)
+            model, tokens = model_and_tokens(CRT, seed, variant, length)
             exact = EXACT.run(model, tokens).states
             for passes in (length + 1, length + 2, length + 9):
                 assert_close(solver("unrolled", passes=passes).run(model, tokens).states, exact, f"{passes} passes")
@@ -189,7 +95,7 @@ def test_packed_documents_take_as_many_passes_as_the_longest(variant):
     starts = torch.stack([starts_of(row, LENGTH) for row in ([0, 3, 8], [0, 6, 7], [0, 1, 2, 7])])
     within, longest = torch.arange(LENGTH) - starts, 6
     for seed in SEEDS:
-        model, tokens = make_model(CRT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+        model, tokens = model_and_tokens(CRT, seed, variant)
         exact = EXACT.run(model, tokens, starts).states
         assert_close(solver("unrolled", passes=longest + 1).run(model, tokens, starts).states, exact)
         error = (solver("unrolled", passes=longest).run(model, tokens, starts).states - exact).abs().amax(dim=-1)
@@ -210,7 +116,7 @@ def test_the_first_token_is_corrected(variant):
     """A recurrence that leaves it as it is matches no number of passes, not even in the limit."""
     config = VARIANTS[variant]
     for seed in SEEDS:
-        model, tokens = make_model(CRT, config, seed), make_tokens(config, seed)
+        model, tokens = model_and_tokens(CRT, seed, variant)
         older = make_model(Uncorrected, config, seed)
         reference = EXACT.run(older, tokens).states
         assert_close(reference[:, :1], PARALLEL.run(plain_of(model), tokens).states[:, :1])
@@ -223,9 +129,8 @@ def test_the_first_token_is_corrected(variant):
 @torch.no_grad()
 def test_the_first_state_by_hand(variant):
     """It is that of a plain transformer whose embeddings have been corrected with z = 0."""
-    config = VARIANTS[variant]
     for seed in SEEDS:
-        model, tokens = make_model(CRT, config, seed), make_tokens(config, seed)
+        model, tokens = model_and_tokens(CRT, seed, variant)
         net, plain = model.correction, plain_of(model)
         table = model.embedding.weight
         hidden = net.norm(table) @ net.up.weight.T + net.up.bias
@@ -338,7 +243,7 @@ def test_the_convergence_loss_by_hand(passes):
     """The mean square of what one more pass would change in the input; its target is held fixed."""
     for seed in SEEDS:
         for variant in ("plain", "layernorm", "nanochat"):
-            model, tokens = make_model(CRT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+            model, tokens = model_and_tokens(CRT, seed, variant)
             starts = make_starts(seed) if seed else None
             penalty = solver("unrolled", passes=passes, convergence_weight=0.1).run(model, tokens, starts).penalty
             e = prepared(model, tokens, starts).values["x"]
@@ -350,22 +255,13 @@ def test_the_convergence_loss_by_hand(passes):
             assert relative(found, expected) <= 1e-12
 
 
-class Watched(CRT):
-    """Notes what every pass is fed."""
-
-    def advance(self, inputs, feedback, memory=None):
-        self.fed.append(feedback)
-        return super().advance(inputs, feedback, memory)
-
-
 def test_positions_that_stayed_plain_pay_no_convergence_loss():
     """With drawn prefixes it compares with what the last pass took in, under that pass's draw."""
     for seed in SEEDS:
-        model, tokens = make_model(Watched, PLAIN, seed).train(), make_tokens(PLAIN, seed)
-        model.fed = []
+        model, tokens = watched(CRT, PLAIN, seed).train(), make_tokens(PLAIN, seed)
         solution = solver("unrolled", passes=3, convergence_weight=0.1, prefix=1.0).run(model, tokens)
-        assert len(model.fed) == 3
-        feedback = model.fed[-1]
+        assert len(model.calls) == 3
+        _, feedback, *_ = model.calls[-1]
         assert 0 < int(feedback.fed.sum()) < ROWS * LENGTH
         e = prepared(model, tokens).values["x"]
         taken, following = (e + model.correction(states + e) for states in (feedback.states, shifted(solution.states)))
@@ -376,7 +272,7 @@ def test_positions_that_stayed_plain_pay_no_convergence_loss():
 
 
 def test_one_pass_has_no_convergence_loss():
-    model, tokens = make_model(CRT, PLAIN), make_tokens(PLAIN)
+    model, tokens = model_and_tokens(CRT)
     assert solver("unrolled", passes=1, convergence_weight=0.1).run(model, tokens).penalty is None
     assert solver("unrolled", passes=3).run(model, tokens).penalty is None
 
@@ -385,7 +281,7 @@ def test_one_pass_has_no_convergence_loss():
 def test_the_recurrence_has_converged():
     """What the exact recurrence takes in is what it would take in again: enough passes have nothing to pay."""
     for seed in SEEDS:
-        model, tokens = make_model(CRT, PLAIN, seed), make_tokens(PLAIN, seed)
+        model, tokens = model_and_tokens(CRT, seed)
         found = []
         with torch.enable_grad():
             for passes in (2, 3, 5, LENGTH + 1, LENGTH + 2):

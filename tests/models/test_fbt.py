@@ -5,53 +5,45 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from pipeline.models import FBT, Feedback
 from pipeline.models.inputs import pick
 from pipeline.solvers.base import shifted
 from tests.models.cases import (
+    EXACT,
+    FEEDING_SOLVERS,
     LENGTH,
+    PARALLEL,
     ROWS,
     SEEDS,
     assert_close,
+    gradient_vector,
     make_model,
     make_starts,
     make_tokens,
-    random,
-    starts_of,
-    tolerance,
-)
-from tests.models.contract import loss_of
-from tests.models.test_crt import (
-    EXACT,
-    FEEDING,
-    PARALLEL,
-    gradient_vector,
-    own_names,
+    model_and_tokens,
+    mute,
     passes_of,
     plain_of,
     prepared,
+    random,
     relative,
     solver,
+    starts_of,
+    token_loss,
+    tolerance,
+    watched,
 )
+from tests.models.contract import loss_of
 
 VARIANTS = FBT.variants()
 PLAIN = VARIANTS["plain"]
 
 
-class Watched(FBT):
-    """Notes every call to ``advance``: inputs, what is fed, states."""
-
-    def advance(self, inputs, feedback, memory=None):
-        states, after = super().advance(inputs, feedback, memory)
-        self.calls.append((inputs, feedback, states))
-        return states, after
-
-
-def watched(config, seed):
-    model = make_model(Watched, config, seed)
-    model.calls, model.entered, model.fused = [], [], []
+def watched_fusion(config, seed):
+    """Return a model that also notes what enters its first block, and what is fused."""
+    model = watched(FBT, config, seed)
+    model.entered, model.fused = [], []
     model.blocks[0].register_forward_pre_hook(lambda block, args: model.entered.append(args[0]))
     model.fusion.value.register_forward_pre_hook(lambda layer, args: model.fused.append(args[0]))
     return model
@@ -79,31 +71,7 @@ def steps(model, tokens, plain_prefix=1):
     return torch.cat(found, dim=1)
 
 
-# ---------------------------------------------------------------- the plain transformer inside
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_pass_is_the_plain_transformer(variant):
-    """To the last bit: states (here normed), logits and gradients; the fusion has no gradient."""
-    for seed in SEEDS:
-        model, tokens = make_model(FBT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
-        plain = plain_of(model)
-        assert own_names(model) == {name for name in model.state_dict() if name.startswith("fusion.")}
-        for starts in (None, make_starts(seed)):
-            reference = PARALLEL.run(plain, tokens, starts).states
-            loss_of(plain.readout(reference), seed).backward()
-            for run in (solver("unrolled", passes=1), solver("unrolled", passes=1, prefix=1.0), PARALLEL):
-                states = run.run(model, tokens, starts).states
-                assert torch.equal(states, plain.readout_layer.norm(reference))
-                assert torch.equal(model.readout(states), plain.readout(reference))
-                loss_of(model.readout(states), seed).backward()
-                for name, parameter in model.named_parameters():
-                    if name.startswith("fusion."):
-                        assert parameter.grad is None, name
-                    else:
-                        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
-                model.zero_grad()
-            plain.zero_grad()
+# ---------------------------------------------------------------- how a fusion begins
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,10 +83,10 @@ def test_muting_leaves_the_plain_pass_and_gives_fused_vectors_the_size_of_embedd
         model, tokens = FBT(config).double().eval(), make_tokens(config, seed)
         model.init_weights(random(seed))
         before = PARALLEL.run(model, tokens).states
-        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-        model.mute_feedback()
-        changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, weights[name])}
-        assert changed == {"fusion.value.weight", *(() if config.embedding_norm else ("fusion.norm.weight",))}
+        assert mute(model).keys() == {
+            "fusion.value.weight",
+            *(() if config.embedding_norm else ("fusion.norm.weight",)),
+        }
         assert torch.equal(PARALLEL.run(model, tokens).states, before)
         inputs = prepared(model, tokens)
         feedback = shifted(model, before, model.initial_feedback(ROWS), inputs)
@@ -132,31 +100,16 @@ def test_muting_leaves_the_plain_pass_and_gives_fused_vectors_the_size_of_embedd
         assert float(plain.square().mean().sqrt()) == pytest.approx(size, rel=0.2)
 
 
-@torch.no_grad()
-def test_what_is_carried_is_one_state_and_the_plain_transformers_keys_and_values():
-    for variant, config in VARIANTS.items():
-        model, tokens = make_model(FBT, config), make_tokens(config)
-        plain = plain_of(model)
-        for run in (EXACT, solver("unrolled", passes=1), solver("unrolled", passes=2)):
-            carry = run.run(model, tokens, carry=run.new_carry(model, ROWS)).carry
-            reference = PARALLEL.run(plain, tokens, carry=PARALLEL.new_carry(plain, ROWS)).carry
-            assert carry.register.states.shape == (ROWS, 1, config.width), variant
-            assert carry.memory.keys() == reference.memory.keys() == {"blocks"}
-            for kind in ("keys", "values"):
-                kept, expected = (getattr(each.memory["blocks"], kind) for each in (carry, reference))
-                assert [each.shape for each in kept] == [each.shape for each in expected], variant
-
-
 # ---------------------------------------------------------------- first positions and plain prefixes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("run", FEEDING.values(), ids=FEEDING)
+@pytest.mark.parametrize("run", FEEDING_SOLVERS.values(), ids=FEEDING_SOLVERS)
 @torch.no_grad()
 def test_a_documents_first_position_is_never_fused(variant, run):
     """In every pass its embedding enters the stack, and at no other position (of a first chunk, at all)."""
     for seed in SEEDS[:2]:
-        model, tokens = watched(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+        model, tokens = watched_fusion(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
         for starts in (None, make_starts(seed)):
             model.calls.clear()
             model.entered.clear()
@@ -166,7 +119,7 @@ def test_a_documents_first_position_is_never_fused(variant, run):
             assert_close(states[first], PARALLEL.run(model, tokens, starts).states[first])
             within = (torch.arange(LENGTH) - (0 if starts is None else starts)).expand(ROWS, -1)
             fused = within >= getattr(run, "interval", 1)
-            for (inputs, feedback, _), entered in zip(calls, entries, strict=True):
+            for (inputs, feedback, *_), entered in zip(calls, entries, strict=True):
                 index = inputs.index.expand(ROWS, -1)
                 alike = (entered == pick(plain, index)).all(dim=-1)
                 expected = torch.ones_like(alike) if feedback is None else ~pick(fused, index)
@@ -181,7 +134,7 @@ def test_a_plain_prefix_of_p_makes_p_plus_k_minus_1_states_exact(variant, prefix
     """Those of the recurrence with the same plain prefix; so a row of T takes T - p + 1 passes, and no fewer."""
     length = prefix + 5
     for seed in SEEDS:
-        model, tokens = make_model(FBT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed, length=length)
+        model, tokens = model_and_tokens(FBT, seed, variant, length)
         exact, inputs = steps(model, tokens, prefix), prepared(model, tokens)
         if prefix == 1:
             assert_close(exact, EXACT.run(model, tokens).states)
@@ -199,12 +152,12 @@ def plain_prefixes(model, run, tokens, starts):
     """Return for each pass with feedback which positions stayed plain, [passes, rows, n]."""
     model.calls.clear()
     run.run(model, tokens, starts)
-    return torch.stack([~feedback.fed.expand(ROWS, LENGTH, 1)[..., 0] for _, feedback, _ in model.calls[1:]])
+    return torch.stack([~feedback.fed.expand(ROWS, LENGTH, 1)[..., 0] for _, feedback, *_ in model.calls[1:]])
 
 
 @torch.no_grad()
 def test_drawn_prefixes_are_contiguous_and_begin_with_each_document():
-    model = watched(PLAIN, 0).train()
+    model = watched_fusion(PLAIN, 0).train()
     for seed in range(20):
         tokens, starts = make_tokens(PLAIN, seed), make_starts(seed) if seed % 4 else None
         first = begins(starts)
@@ -224,7 +177,7 @@ def test_drawn_prefixes_are_contiguous_and_begin_with_each_document():
 @torch.no_grad()
 def test_prefixes_are_drawn_evenly_for_every_document_row_and_pass():
     """Each length from 1 on is as frequent, up to four standard deviations of the count; no two share a draw."""
-    model, tokens = watched(PLAIN, 0).train(), make_tokens(PLAIN)
+    model, tokens = watched_fusion(PLAIN, 0).train(), make_tokens(PLAIN)
     packed = starts_of([0, 4], LENGTH).expand(ROWS, -1)
     for share, starts, borders in ((1.0, None, [0, LENGTH]), (0.5, None, [0, LENGTH]), (1.0, packed, [0, 4, LENGTH])):
         run = solver("unrolled", passes=3, prefix=share)
@@ -253,17 +206,12 @@ def test_prefixes_are_for_training_alone():
 # ---------------------------------------------------------------- losses and gradients
 
 
-def token_loss(model, states, tokens):
-    """Return the mean cross-entropy of the tokens that follow."""
-    return F.cross_entropy(model.readout(states[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 @pytest.mark.parametrize("strength", [1.0, 0.3])
 @pytest.mark.parametrize("passes", [1, 2, 3, 5, LENGTH + 2])
 def test_the_loss_is_that_of_the_plain_pass_and_the_mean_of_the_fed(passes, strength):
     """L1; L1 + L2; L1 + (L2 + L3) / 2; lambda weighs what is behind the plus."""
     for seed in SEEDS:
-        model, tokens = make_model(FBT, PLAIN, seed), make_tokens(PLAIN, seed)
+        model, tokens = model_and_tokens(FBT, seed)
         run = solver("unrolled", passes=passes, loss="plain_and_fed", fed_loss_weight=strength)
         found = sum(weight * token_loss(model, states, tokens) for states, weight in run.run(model, tokens).loss_terms)
         inputs = prepared(model, tokens)
@@ -280,13 +228,13 @@ def test_the_loss_is_that_of_the_plain_pass_and_the_mean_of_the_fed(passes, stre
 def test_the_first_pass_is_reached_through_the_feedback_edge_alone(variant):
     """From the second pass's states, at all positions that have a next in their document; not where it is cut."""
     for seed in SEEDS:
-        model, tokens = watched(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+        model, tokens = watched_fusion(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
         for starts in (None, make_starts(seed)):
             has_next = torch.cat([~begins(starts)[:, 1:], torch.zeros(ROWS, 1, dtype=torch.bool)], dim=1)
             for detach in (False, True):
                 model.calls.clear()
                 states = solver("unrolled", passes=2, detach_passes=detach).run(model, tokens, starts).states
-                first = model.calls[0][-1]
+                first = model.calls[0][2]
                 (found,) = torch.autograd.grad(loss_of(model.readout(states), seed), first, allow_unused=True)
                 if detach:
                     assert found is None
@@ -303,7 +251,9 @@ def test_the_first_pass_is_reached_through_the_feedback_edge_alone(variant):
 
 # ---------------------------------------------------------------- jitter
 
-JITTERED = {name: run for name, run in FEEDING.items() if name in ("chunked1", "chunked3", "unrolled3", "interleaved2")}
+JITTERED = {
+    name: run for name, run in FEEDING_SOLVERS.items() if name in ("chunked1", "chunked3", "unrolled3", "interleaved2")
+}
 
 
 def noise_of(model, run, tokens):
@@ -311,7 +261,7 @@ def noise_of(model, run, tokens):
     model.fused.clear()
     model.calls.clear()
     run.run(model, tokens)
-    fed = [feedback.states for _, feedback, _ in model.calls if feedback is not None]
+    fed = [feedback.states for _, feedback, *_ in model.calls if feedback is not None]
     return [(seen - states).flatten() for seen, states in zip(model.fused, fed, strict=True)]
 
 
@@ -320,7 +270,7 @@ def noise_of(model, run, tokens):
 @torch.no_grad()
 def test_jitter_is_in_training_alone_and_even_within_its_size(run, size):
     for seed in SEEDS:
-        model, tokens = watched(replace(PLAIN, jitter=size), seed), make_tokens(PLAIN, seed, rows=20)
+        model, tokens = watched_fusion(replace(PLAIN, jitter=size), seed), make_tokens(PLAIN, seed, rows=20)
         assert model.draws
         assert not any(bool(noise.any()) for noise in noise_of(model, run, tokens))
         model.train()
@@ -341,7 +291,7 @@ def test_jitter_is_in_training_alone_and_even_within_its_size(run, size):
 @pytest.mark.parametrize("run", JITTERED.values(), ids=JITTERED)
 @torch.no_grad()
 def test_without_jitter_training_is_evaluation(run):
-    model, tokens = watched(replace(PLAIN, jitter=0.0), 0), make_tokens(PLAIN)
+    model, tokens = watched_fusion(replace(PLAIN, jitter=0.0), 0), make_tokens(PLAIN)
     assert not model.draws
     expected = run.run(model, tokens).states
     assert torch.equal(run.run(model.train(), tokens).states, expected)
@@ -382,14 +332,14 @@ def others_of(tokens, position):
 def test_a_zero_value_path_leaves_nothing_of_the_token(variant):
     """Zero enters the stack; only the first token makes a difference."""
     for seed in SEEDS[:2]:
-        model, tokens = watched(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+        model, tokens = watched_fusion(VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
         model.fusion.value.weight.zero_()
         for run in (EXACT, solver("unrolled", passes=2), solver("interleaved", subsets=LENGTH)):
             model.calls.clear()
             model.entered.clear()
             states = run.run(model, tokens).states
             zeros = 0
-            for (inputs, feedback, _), entered in zip(model.calls, model.entered, strict=True):
+            for (inputs, feedback, *_), entered in zip(model.calls, model.entered, strict=True):
                 if feedback is not None:
                     fed = inputs.index[0] > 0
                     assert not bool(entered[:, fed].any())
@@ -407,7 +357,7 @@ def test_the_token_is_a_gate_alone(variant):
     config = VARIANTS[variant]
     bypass = config.residual_scalars or config.value_embeddings
     for seed in SEEDS[:2]:
-        model, tokens = make_model(FBT, config, seed), make_tokens(config, seed)
+        model, tokens = model_and_tokens(FBT, seed, variant)
         model.fusion.gate.weight.zero_()
         states = EXACT.run(model, tokens).states
         fed = solver("unrolled", passes=2).run(model, tokens).states
@@ -433,49 +383,53 @@ def decode(run, model, tokens, prompt):
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("prompt", [2, 5, LENGTH - 1])
-@torch.no_grad()
-def test_soft_decoding_is_a_plain_prompt_and_recurrent_steps(variant, prompt):
-    """That is the recurrence with the prompt as its plain prefix."""
-    for seed in SEEDS:
-        model, tokens = make_model(FBT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
-        found = decode(solver("unrolled", passes=1), model, tokens, prompt)
-        assert_close(found, steps(model, tokens, prompt))
-        assert_close(found[:, :prompt], PARALLEL.run(model, tokens).states[:, :prompt])
-        inputs, states = prepared(model, tokens), PARALLEL.run(model, tokens).states
-        for _ in range(LENGTH - prompt):
-            states = fed_pass(model, inputs, states, prompt)
-        assert_close(found, states, "passes to the fixed point")
+def after_a_plain_prompt(model, tokens, prompt):
+    """Yield what soft decoding must find: the recurrence with the prompt as its plain prefix."""
+    plain = PARALLEL.run(model, tokens).states
+    yield plain[:, :prompt]
+    yield steps(model, tokens, prompt)
+    inputs, states = prepared(model, tokens), plain
+    for _ in range(LENGTH - prompt):
+        states = fed_pass(model, inputs, states, prompt)
+    yield states  # the passes' fixed point
+
+
+def after_a_prompt_in_two_passes(model, tokens, prompt):
+    """Yield what fused decoding must find."""
+    inputs = prepared(model, tokens)
+    start = inputs.cut(0, prompt, prompt)
+    plain, _ = model.advance(start, None)
+    feedback = shifted(model, plain, model.initial_feedback(ROWS), start)
+    states, memory = model.advance(start, feedback, model.new_memory())
+    expected = [states]
+    for position in range(prompt, LENGTH):
+        step = inputs.cut(position, position + 1, position + 1)
+        state, memory = model.advance(step, Feedback(expected[-1][:, -1:]), memory)
+        expected.append(state)
+    yield torch.cat(expected, dim=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("prompt", [2, 5, LENGTH - 1])
+@pytest.mark.parametrize(
+    ("passes", "by_hand"), [(1, after_a_plain_prompt), (2, after_a_prompt_in_two_passes)], ids=["soft", "fused"]
+)
 @torch.no_grad()
-def test_fused_decoding_is_a_prompt_in_two_passes_and_recurrent_steps(variant, prompt):
+def test_decoding_is_a_prompt_in_some_passes_and_recurrent_steps(variant, prompt, passes, by_hand):
     for seed in SEEDS:
-        model, tokens = make_model(FBT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
-        found = decode(solver("unrolled", passes=2), model, tokens, prompt)
-        inputs = prepared(model, tokens)
-        start = inputs.cut(0, prompt, prompt)
-        plain, _ = model.advance(start, None)
-        feedback = shifted(model, plain, model.initial_feedback(ROWS), start)
-        states, memory = model.advance(start, feedback, model.new_memory())
-        expected = [states]
-        for position in range(prompt, LENGTH):
-            step = inputs.cut(position, position + 1, position + 1)
-            state, memory = model.advance(step, Feedback(expected[-1][:, -1:]), memory)
-            expected.append(state)
-        assert_close(found, torch.cat(expected, dim=1))
-        softly = decode(solver("unrolled", passes=1), model, tokens, prompt)
-        assert bool(((found - softly)[:, 1:].abs().amax(dim=-1) > 1e-6).all()), "the prompt's second pass does nothing"
+        model, tokens = model_and_tokens(FBT, seed, variant)
+        found = decode(solver("unrolled", passes=passes), model, tokens, prompt)
+        for expected in by_hand(model, tokens, prompt):
+            assert_close(found[:, : expected.shape[1]], expected)
+        other = decode(solver("unrolled", passes=3 - passes), model, tokens, prompt)
+        assert bool(((found - other)[:, 1:].abs().amax(dim=-1) > 1e-6).all()), "the prompt's second pass does nothing"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_standard_decoding_is_the_plain_transformers(variant):
     for seed in SEEDS:
-        model, tokens = make_model(FBT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+        model, tokens = model_and_tokens(FBT, seed, variant)
         plain = plain_of(model)
         for prompt in (1, 5):
             found, expected = (decode(PARALLEL, each, tokens, prompt) for each in (model, plain))
@@ -490,7 +444,7 @@ def test_standard_decoding_is_the_plain_transformers(variant):
 def test_thirty_passes_say_how_far_each_moved_the_states():
     length, passes = 40, 30
     for seed in SEEDS:
-        model, tokens = make_model(FBT, PLAIN, seed), make_tokens(PLAIN, seed, length=length)
+        model, tokens = model_and_tokens(FBT, seed, length=length)
         found = solver("unrolled", passes=passes).run(model, tokens).residuals
         assert found.shape == (passes - 1,)
         inputs, states = prepared(model, tokens), PARALLEL.run(model, tokens).states
@@ -503,7 +457,7 @@ def test_thirty_passes_say_how_far_each_moved_the_states():
 @torch.no_grad()
 def test_passes_that_are_finished_leave_no_residual():
     for passes in (1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 30):
-        found = solver("unrolled", passes=passes).run(make_model(FBT, PLAIN), make_tokens(PLAIN)).residuals
+        found = solver("unrolled", passes=passes).run(*model_and_tokens(FBT)).residuals
         assert (0 if found is None else len(found)) == min(passes, LENGTH) - 1
 
 

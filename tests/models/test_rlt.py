@@ -8,7 +8,22 @@ import torch
 from pipeline.models import RLT, Feedback
 from pipeline.solvers import Solver, SolverConfig
 from tests.models import oracles
-from tests.models.cases import LENGTH, ROWS, SEEDS, assert_close, make_model, make_solver, make_tokens, solver_config
+from tests.models.cases import (
+    LENGTH,
+    PARALLEL,
+    ROWS,
+    SEEDS,
+    assert_close,
+    gradient_vector,
+    make_model,
+    make_solver,
+    make_tokens,
+    model_and_tokens,
+    prepared,
+    relative,
+    solver_config,
+    watched,
+)
 from tests.models.contract import assert_gradients_close, loss_of
 
 PLAIN = RLT.variants()["plain"]
@@ -23,13 +38,6 @@ def chunked(interval: int) -> Solver:
     return make_solver(chunks(interval))
 
 
-PARALLEL = make_solver(solver_config("parallel"))
-
-
-def prepared(model, tokens):
-    return model.prepare_feedback(model.prepare(tokens, torch.arange(tokens.shape[1])[None], None)[0])
-
-
 # ---------------------------------------------------------------- RLT-0, RLT-1, RLT-2
 
 
@@ -38,7 +46,7 @@ def prepared(model, tokens):
 @torch.no_grad()
 def test_interval_1_is_the_recurrence(variant, seed):
     """RLT-2 with B = 1 is RLT-1: every position is fed the state of the one before it."""
-    model, tokens = make_model(RLT, VARIANTS[variant], seed), make_tokens(VARIANTS[variant], seed)
+    model, tokens = model_and_tokens(RLT, seed, variant)
     found = chunked(1).run(model, tokens).states
     inputs, memory, feedback = prepared(model, tokens), model.new_memory(), model.initial_feedback(ROWS)
     for position in range(LENGTH):
@@ -62,9 +70,8 @@ def test_alpha_0_is_rlt_0(variant, interval):
 @torch.no_grad()
 def test_interval_beyond_the_row_is_not_rlt_0(variant):
     """The initial state is still merged, into every position."""
-    config = VARIANTS[variant]
     for seed in SEEDS:
-        model, tokens = make_model(RLT, config, seed), make_tokens(config, seed)
+        model, tokens = model_and_tokens(RLT, seed, variant)
         found, without = chunked(LENGTH + 1).run(model, tokens).states, PARALLEL.run(model, tokens).states
         assert bool(((found - without).abs().amax(dim=-1) > 1e-3).all())
         merged, _ = model.advance(prepared(model, tokens), model.initial_feedback(ROWS))
@@ -74,7 +81,7 @@ def test_interval_beyond_the_row_is_not_rlt_0(variant):
 
 @torch.no_grad()
 def test_intervals_differ():
-    model, tokens = make_model(RLT, PLAIN), make_tokens(PLAIN)
+    model, tokens = model_and_tokens(RLT)
     found = [chunked(interval).run(model, tokens).states for interval in (1, 2, 3, 4, 5, 50)]
     found.append(PARALLEL.run(model, tokens).states)
     for number, one in enumerate(found):
@@ -85,21 +92,20 @@ def test_intervals_differ():
 # ---------------------------------------------------------------- the register
 
 
-class Watched(RLT):
-    """Notes which state each position is fed."""
-
-    def advance(self, inputs, feedback, memory=None):
+def fed_of(calls):
+    """Return which state each position was fed, {position: state}."""
+    found = {}
+    for inputs, feedback, *_ in calls:
         for place, position in enumerate(inputs.index[0].tolist()):
             states = feedback.states
-            self.fed[position] = states[:, min(place, states.shape[1] - 1)]
-        return super().advance(inputs, feedback, memory)
+            found[position] = states[:, min(place, states.shape[1] - 1)]
+    return found
 
 
 @torch.no_grad()
 def test_the_example_of_the_report():
     """B = 4, a prompt of 6 tokens (2.7): tokens 5 to 8 use y_4; y_6 predicts token 7, and no register ever holds it."""
-    model, tokens = make_model(Watched, PLAIN), make_tokens(PLAIN)[:, :9]
-    model.fed = {}
+    model, tokens = watched(RLT, PLAIN), make_tokens(PLAIN)[:, :9]
     run = chunked(4)
     prompt = run.run(model, tokens[:, :6], carry=run.new_carry(model, ROWS))
     states, carry = [prompt.states], prompt.carry
@@ -109,12 +115,13 @@ def test_the_example_of_the_report():
         carry = solution.carry
         states.append(solution.states)
         registers[position + 1] = carry.register.states
+    fed = fed_of(model.calls)
     y = {number + 1: state for number, state in enumerate(torch.cat(states, dim=1).unbind(dim=1))}  # as in the report
     for token in (1, 2, 3, 4):
-        assert torch.equal(model.fed[token - 1], model.initial.expand(ROWS, -1))
+        assert torch.equal(fed[token - 1], model.initial.expand(ROWS, -1))
     for token in (5, 6, 7, 8):
-        assert torch.equal(model.fed[token - 1], y[4])
-    assert torch.equal(model.fed[8], y[8])
+        assert torch.equal(fed[token - 1], y[4])
+    assert torch.equal(fed[8], y[8])
     for length, expected in ((6, 4), (7, 4), (8, 8), (9, 8)):
         assert torch.equal(registers[length][:, 0], y[expected])
     reference = oracles.states(model.state_dict(), PLAIN, tokens, chunks(4))
@@ -124,7 +131,7 @@ def test_the_example_of_the_report():
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 50])
 @torch.no_grad()
 def test_only_complete_chunks_set_the_register(interval):
-    model, tokens = make_model(RLT, PLAIN), make_tokens(PLAIN)
+    model, tokens = model_and_tokens(RLT)
     run = chunked(interval)
     states = run.run(model, tokens).states
     for cut in range(1, LENGTH + 1):
@@ -136,7 +143,7 @@ def test_only_complete_chunks_set_the_register(interval):
 
 @torch.no_grad()
 def test_interval_may_change_between_calls():
-    model, tokens = make_model(RLT, PLAIN), make_tokens(PLAIN)
+    model, tokens = model_and_tokens(RLT)
     run = chunked(1)
     for interval in (3, 1, 50, 2):
         run.interval = interval
@@ -228,18 +235,12 @@ def test_tied_stacks_are_untied_ones_with_equal_weights(run):
 # ---------------------------------------------------------------- truncated backpropagation
 
 
-def gradient_vector(model):
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()])
-
-
 def segment_gradient(model, run, tokens, change):
     """Return states and gradients of a loss on the second half, the carry between the halves changed by ``change``."""
-    model.zero_grad(set_to_none=True)
     half = LENGTH // 2
     first = run.run(model, tokens[:, :half], carry=run.new_carry(model, ROWS))
     second = run.run(model, tokens[:, half:], carry=change(first.carry))
-    second.states.square().mean().backward()
-    return second.states.detach(), gradient_vector(model)
+    return second.states.detach(), gradient_vector(model, second.states.square().mean())
 
 
 def without_register(carry):
@@ -266,12 +267,10 @@ def test_detaching_parts_of_the_carry_truncates_different_gradients(interval):
         "all": lambda carry: without_register(without("decoder", "encoder", "shared")(carry)),
     }
     for seed in SEEDS:
-        model, tokens = make_model(RLT, PLAIN, seed), make_tokens(PLAIN, seed)
+        model, tokens = model_and_tokens(RLT, seed)
         found = {name: segment_gradient(model, run, tokens, change) for name, change in changes.items()}
-        model.zero_grad(set_to_none=True)
-        run.run(model, tokens).states[:, LENGTH // 2 :].square().mean().backward()
-        whole = gradient_vector(model)
-        assert float((found["nothing"][1] - whole).norm() / whole.norm()) < 1e-12, "cut into calls, not truncated"
+        whole = gradient_vector(model, run.run(model, tokens).states[:, LENGTH // 2 :].square().mean())
+        assert relative(found["nothing"][1], whole) < 1e-12, "cut into calls, not truncated"
         names = list(found)
         for number, name in enumerate(names):
             assert torch.equal(found[name][0], found["nothing"][0]), "detaching changed a value"

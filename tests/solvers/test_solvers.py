@@ -15,6 +15,7 @@ from pipeline.solvers.base import place, residual, shifted
 from pipeline.solvers.chunked import ChunkedConfig, even_chunks, uneven_chunks
 from pipeline.solvers.parallel import ParallelConfig
 from tests.models.cases import make_model, make_tokens, random, starts_of
+from tests.solvers.cases import FEEDING
 
 CHUNKED, PARALLEL = ChunkedConfig(name="chunked"), ParallelConfig(name="parallel")
 
@@ -29,12 +30,20 @@ def test_build():
         build(ChunkedConfig(name="newton"))
 
 
-def test_chunked_refuses_what_feeds_nothing_back():
-    with pytest.raises(ConfigError, match=r"solver\.name is chunked.*feeds nothing back.*solver\.name=parallel"):
-        Chunked.check_fits(CHUNKED, Transformer)
-    Chunked.check_fits(CHUNKED, RLT)
-    Parallel.check_fits(PARALLEL, Transformer)
-    Parallel.check_fits(PARALLEL, RLT)
+@pytest.mark.parametrize("name", [name for name, cls in SOLVERS.items() if cls.feeds_back])
+def test_what_feeds_nothing_back_is_refused(name):
+    solver = SOLVERS[name]
+    config = solver.Config(name=name)
+    words = rf"solver\.name is {name}.*feeds nothing back.*set solver\.name=parallel"
+    with pytest.raises(ConfigError, match=words):
+        solver.check_fits(config, Transformer)
+    for cls in FEEDING:
+        solver.check_fits(config, cls)
+
+
+def test_a_single_plain_pass_fits_everything():
+    for cls in (Transformer, RLT):
+        Parallel.check_fits(PARALLEL, cls)
 
 
 def test_settings_are_the_present_ones():

@@ -1,0 +1,73 @@
+"""Mean cross-entropy that never holds the logits of all positions at once.
+
+Logits and their gradient are the largest tensors of a step where the vocabulary is large: rows x positions x
+vocabulary, once for every pass that is trained. Here they live for a slice of positions at a time: each slice's loss
+and gradient are taken on the way forward, so backward has only to scale what is there. No product is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.evaluation.loss import positions_at_once, token_losses
+from pipeline.models import Architecture
+
+
+def mean_loss(model: Architecture, states: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean negative log-likelihood of the targets in nats, a scalar in float32 at least.
+
+    Args:
+        model: architecture.
+        states: [rows, n, s].
+        targets: int64 [rows, n].
+    """
+    count = positions_at_once(model)
+    if targets.numel() <= count or not torch.is_grad_enabled():
+        return token_losses(model, states, targets).mean()
+    parameters = readout_parameters(model)
+    loss: Tensor = ChunkedLoss.apply(model, count, targets.flatten(), states.flatten(0, 1), *parameters)
+    return loss
+
+
+def readout_parameters(model: Architecture) -> list[nn.Parameter]:
+    """Return the trained parameters that logits may depend on."""
+    found = list(model.readout_layer.parameters())
+    if model.readout_layer.head is None:
+        found += model.embedding.parameters()
+    return [parameter for parameter in found if parameter.requires_grad]
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Loss and gradient, slice by slice, on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, model: Architecture, count: int, targets: Tensor, states: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """Return the mean loss of states [positions, s] and targets [positions]; keep its gradient."""
+        total = targets.numel()
+        gradient = torch.empty_like(states)
+        sums: list[Tensor | None] = [None] * len(parameters)
+        losses = []
+        for begin in range(0, total, count):
+            part = slice(begin, begin + count)
+            with torch.enable_grad():
+                leaf = states[part].detach().requires_grad_()
+                loss = token_losses(model, leaf[None], targets[part][None]).sum() / total
+                found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+            losses.append(loss.detach())
+            gradient[part] = found[0]
+            for place, each in enumerate(found[1:]):
+                if each is not None:
+                    so_far = sums[place]
+                    sums[place] = each if so_far is None else so_far.add_(each)
+        ctx.save_for_backward(gradient, *sums)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        """Scale the gradient."""
+        return None, None, None, *(None if each is None else outputs[0] * each for each in ctx.saved_tensors)
