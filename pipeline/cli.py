@@ -17,6 +17,8 @@ from typing import TypeAlias
 from pipeline import __version__
 from pipeline.errors import ConfigError, RunWarning, UserError
 
+JSON = (".json",)
+
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         if "alloc" not in str(error) and not isinstance(error, MemoryError):
             raise
-        return fail(f"not enough memory: {str(error).splitlines()[0][:200]}", 1)
+        reason = next(iter(str(error).splitlines()), "the system gave no more")
+        return fail(f"not enough memory: {reason[:200]}", 1)
     return int(code)
 
 
@@ -253,14 +256,14 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     if options.tokens < 0:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
-    _check_folder("json", options.json)
+    _check_output("json", options.json, JSON)
     trained = load(options.path, step=options.step, device=devices.choose(options.device), overrides=options.settings)
     split = options.split or trained.config.validation.split
     rows = report.report(trained, split, data=options.data, tokens=options.tokens)
+    if options.json is not None:  # before the reader of the output can close it
+        report.save(rows, trained, split, options.json)
     print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}, split {split}")
     print(report.table(rows))
-    if options.json is not None:
-        report.save(rows, trained, split, options.json)
     return 0
 
 
@@ -319,7 +322,9 @@ def _add_iterate(verbs: Verbs) -> None:
     verb.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of checkpoints")
     verb.add_argument("--passes", type=int, default=30, help="passes to run (default: 30)")
     verb.add_argument("--split", help="split of the data (default: each run's validation split)")
-    verb.add_argument("--tokens", type=int, default=32_768, help="tokens to evaluate on, in whole rows; 0 for all")
+    verb.add_argument(
+        "--tokens", type=int, default=32_768, help="tokens to evaluate on, in whole rows; 0 for all (default: 32768)"
+    )
     verb.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     verb.add_argument("--plot", type=Path, metavar="FILE", help="also draw it (.svg, .png or .pdf)")
@@ -334,32 +339,41 @@ def _iterate(options: argparse.Namespace) -> int:
 
     if options.tokens < 0:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at least 0 (0 for the whole split)")
-    for name in ("json", "plot"):
-        _check_folder(name, getattr(options, name))
+    _check_output("json", options.json, JSON)
+    _check_output("plot", options.plot, iteration_plot.FORMATS)
     if options.plot is not None:
-        iteration_plot.check(options.plot)
-    found = {}
-    for path in options.paths:
-        trained = load(path, device=devices.choose(options.device))
+        iteration_plot.check()
+    loaded = [load(path, device=devices.choose(options.device)) for path in options.paths]
+    for trained in loaded:
+        iteration.check(trained, options.passes)
+    found: dict[str, list[iteration.Pass]] = {}
+    for path, trained in zip(options.paths, loaded, strict=True):
         data = EvaluationData.open(trained, options.split or trained.config.validation.split, tokens=options.tokens)
         with Progress(data.rows, "rows", trained.config.run.name) as progress:
             passes = iteration.iterate(
                 trained.model, data.batches(), data.token_bytes, options.passes, advanced=progress.advance
             )
+        found[str(path)] = passes
+        # Files first: whoever reads the output may close it.
+        if options.json is not None:
+            iteration.save(found, options.json)
+        if options.plot is not None:
+            iteration_plot.plot(found, options.plot)
         print(f"{trained.checkpoint.path}, step {trained.checkpoint.step}")
         print(iteration.table(passes))
-        found[str(path)] = passes
-    if options.json is not None:
-        iteration.save(found, options.json)
-    if options.plot is not None:
-        iteration_plot.plot({Path(name).name: passes for name, passes in found.items()}, options.plot)
     return 0
 
 
-def _check_folder(option: str, path: Path | None) -> None:
-    """Raise ConfigError if the folder of a file to be written is not there."""
-    if path is not None and not path.absolute().parent.is_dir():
+def _check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Raise ConfigError unless a result can be written to ``path`` without destroying something else."""
+    if path is None:
+        return
+    if path.suffix not in suffixes:
+        raise ConfigError(f"--{option} {path}: the name must end in one of {', '.join(suffixes)}")
+    if not path.absolute().parent.is_dir():
         raise ConfigError(f"--{option} {path}: there is no folder {path.absolute().parent}; make it first")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"--{option} {path}: it is no ordinary file; give another name")
 
 
 def _add_describe(verbs: Verbs) -> None:
@@ -372,15 +386,15 @@ def _describe(options: argparse.Namespace) -> int:
     from pipeline import config_files, description
     from pipeline.config import Config
 
-    _check_folder("json", options.json)
+    _check_output("json", options.json, JSON)
     config = config_files.load(Config, *split_settings(options.settings))
     if options.print_config:
         print(config_files.to_yaml(config), end="")
         return 0
     found = description.describe(config)
-    print(description.table(found))
     if options.json is not None:
         description.save(found, options.json)
+    print(description.table(found))
     return 0
 
 
@@ -397,6 +411,7 @@ def _add_bench(verbs: Verbs) -> None:
 def _bench(options: argparse.Namespace) -> int:
     from pipeline import bench
 
+    _check_output("json", options.json, JSON)
     return bench.run(options.benchmark, options.json)
 
 

@@ -92,7 +92,8 @@ class Stage:
     def setting(self, name: str) -> Any:
         """Return the value, or the mixture of values, of the setting ``name``; raise ConfigError unless it is one."""
         if (self.value is None) == (not self.draw):
-            raise ConfigError(f"schedules.{name}: a stage has either a value or a draw; at {self.at} it must have one")
+            both = "both a value and a draw" if self.draw else "neither a value nor a draw"
+            raise ConfigError(f"schedules.{name}: the stage at {self.at} has {both}; it must have one of them")
         if not self.draw:
             if self.weights:
                 raise ConfigError(f"schedules.{name}: weights belong to a draw; the stage at {self.at} has a value")
@@ -101,9 +102,10 @@ class Stage:
         if len(weights) != len(self.draw) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
             raise ConfigError(
                 f"schedules.{name}: the stage at {self.at} has weights {weights} for draw {self.draw}; there must be "
-                "one for each, none below 0, not all 0"
+                "one for each, none below 0, not all 0, and a finite sum"
             )
-        return Mixture(tuple(self.draw), tuple(weights))
+        drawn = [(value, weight) for value, weight in zip(self.draw, weights, strict=True) if weight]
+        return Mixture(tuple(value for value, _ in drawn), tuple(weight for _, weight in drawn))
 
 
 @dataclass
@@ -451,6 +453,27 @@ class Config:
         solver = SOLVERS[self.solver.name]
         solver.check_fits(self.solver, ARCHITECTURES[self.model.architecture])
         solver.check_schedules(self.solver, self.stages)
+        defaults = type(self.solver)(name=self.solver.name)
+        for name in self.stages:
+            value = getattr(self.solver, name)
+            if value != getattr(defaults, name):
+                raise ConfigError(
+                    f"solver.{name} is {value}, but schedules.{name} gives it its values; leave one of them out "
+                    f"(schedules.{name}=[] takes the schedule away)"
+                )
+        self._check_uses()
+
+    def _check_uses(self) -> None:
+        """Raise ConfigError on settings that others make useless."""
+        if self.model.tied_head and isinstance(self.optimizer, MuonConfig):
+            for name in ("head_peak", "head_weight_decay"):
+                if getattr(self.optimizer, name) is not None:
+                    raise ConfigError(
+                        f"optimizer.{name} is set, but model.tied_head is true: there is no head of its own"
+                    )
+        once = not self.stages.get("passes") and getattr(self.solver, "passes", 2) == 1
+        if once and getattr(self.solver, "convergence_weight", 0):
+            raise ConfigError("solver.convergence_weight is set; it has no use with solver.passes=1")
 
     @property
     def stages(self) -> dict[str, list[tuple[float, Any]]]:

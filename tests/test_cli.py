@@ -317,3 +317,24 @@ def test_output_that_nobody_reads_any_more(place):
 )
 def test_mistakes_with_another_solver(complaint, place, arguments, words):
     assert words in complaint(*arguments, cwd=place)
+
+
+def test_results_destroy_nothing(complaint, place):
+    """A result goes to a file of its own kind, never over a configuration, a folder or a link."""
+    before = (place / "config.yaml").read_text()
+    assert "must end in one of .json" in complaint("evaluate", "runs/small", "--json", "config.yaml", cwd=place)
+    assert (place / "config.yaml").read_text() == before
+    (place / "folder.json").mkdir()
+    assert "no ordinary file" in complaint("describe", "config.yaml", "--json", "folder.json", cwd=place)
+    (place / "link.json").symlink_to("config.yaml")
+    assert "no ordinary file" in complaint("iterate", "runs/small", "--json", "link.json", cwd=place)
+
+
+def test_results_are_written_though_nobody_reads(place):
+    """A reader that closes the pipe at once costs no measurement."""
+    arguments = command("describe", "config.yaml", "model.vocab_size=300", "--json", "found.json")
+    environment_ = {**environment(), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(arguments, cwd=place, env=environment_, stdout=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert json.loads((place / "found.json").read_text())["parameters"] > 0

@@ -476,26 +476,27 @@ TEXT = st.text(max_size=20) | st.sampled_from(
     ]
 )
 KEY = st.text(min_size=1, max_size=8).filter(lambda key: key.strip() and "." not in key)
+INTEGER = st.integers(-(2**63), 2**63 - 1)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
+    st.none() | st.booleans() | INTEGER | NUMBER | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner, max_size=3),
     max_leaves=5,
 )
 CONFIGS = st.builds(
     Config,
     run=st.builds(Run, name=TEXT, root=TEXT.map(Path), note=st.none() | TEXT),
-    model=st.builds(Transformer, architecture=st.just("transformer"), width=st.integers(), depth=st.integers())
+    model=st.builds(Transformer, architecture=st.just("transformer"), width=INTEGER, depth=INTEGER)
     | st.builds(
         Recurrent,
         architecture=st.just("rlt"),
-        width=st.integers(),
-        window=st.integers(),
-        attention=st.builds(Attention, heads=st.integers(), scale=st.none() | NUMBER),
+        width=INTEGER,
+        window=INTEGER,
+        attention=st.builds(Attention, heads=INTEGER, scale=st.none() | NUMBER),
     ),
     training=st.builds(
         Training,
-        tokens=st.integers(min_value=1),
+        tokens=st.integers(1, 2**63 - 1),
         rate=NUMBER,
         resume=st.booleans(),
         precision=st.sampled_from(["float32", "bf16-mixed"]),
@@ -504,7 +505,7 @@ CONFIGS = st.builds(
         files=TEXT | st.lists(TEXT, max_size=2),
     ),
     schedules=st.dictionaries(KEY, st.lists(st.builds(Stage, at=NUMBER, value=ANY), max_size=2), max_size=2),
-    seed=st.integers(max_value=0),
+    seed=st.integers(-(2**63), 0),
 )
 
 

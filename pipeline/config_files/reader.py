@@ -249,6 +249,8 @@ class Reader:
     def _integer(self, value: float, path: str) -> int:
         """Return an integer, also one that was written as 2e9."""
         if isinstance(value, int):
+            if not -(1 << 63) <= value < 1 << 63:
+                raise self._error(path, value, "an integer of 64 bits")
             return value
         if not value.is_integer():
             raise self._error(path, value, "an integer")

@@ -14,7 +14,7 @@ from pipeline.config import architecture_configs
 from pipeline.config_files.layers import dump
 from pipeline.config_files.reader import plain
 from pipeline.errors import ConfigError
-from pipeline.models import ARCHITECTURES, ArchitectureConfig
+from pipeline.models import ARCHITECTURES, Architecture, ArchitectureConfig
 from pipeline.models.crt import CRTConfig
 from pipeline.models.lrt import LRTConfig
 from pipeline.models.stack import StackConfig
@@ -114,6 +114,10 @@ def target_settings(source: TransformerConfig, to: str, overrides: Sequence[str]
         raise ConfigError(
             f"--to {to}: a plain transformer has no weights for what an {to} splits off (encoder and decoder, and the "
             "memory between them); train one from the start"
+        )
+    if to != source.architecture and ARCHITECTURES[to].mute_feedback is Architecture.mute_feedback:
+        raise ConfigError(
+            f"--to {to}: the architecture does not say how a plain transformer becomes one (mute_feedback)"
         )
     for override in overrides:
         key, equals, _ = override.partition("=")

@@ -25,6 +25,10 @@ from pipeline.solvers.unrolled import Unrolled, UnrolledConfig
 
 if TYPE_CHECKING:
     from pipeline.data.stream import EvaluationBatch
+    from pipeline.runs.loading import TrainedModel
+
+MOST = 1000
+"""Passes beyond which nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class Pass:
     factor: float | None
 
 
+def check(trained: TrainedModel, passes: int) -> None:
+    """Raise ConfigError unless so many passes of a trained model make sense."""
+    if not 2 <= passes <= MOST:
+        raise ConfigError(f"--passes is {passes}; it must be from 2 to {MOST}")
+    if not trained.model.feeds_back:
+        raise ConfigError(f"{trained.checkpoint.path} is a {trained.config.model.architecture}: it feeds nothing back")
+    if not trained.training_solver.feeding:
+        raise ConfigError(
+            f"{trained.checkpoint.path} was trained without feedback (solver {trained.training_solver}), so that its "
+            "passes say nothing"
+        )
+
+
 @torch.no_grad()
 def iterate(
     model: Architecture,
@@ -61,17 +78,11 @@ def iterate(
         model: architecture, in evaluation mode.
         batches: rows with a mask of valid targets.
         token_bytes: bytes that each token id stands for, 0 for special tokens, int64 [V].
-        count: passes.
+        count: passes, at least 2.
         advanced: told the number of rows after each batch.
 
-    Raises:
-        ConfigError: the architecture feeds nothing back, or there are fewer passes than two.
     """
-    if count < 2:
-        raise ConfigError(f"--passes is {count}; it must be at least 2")
-    config = UnrolledConfig(name="unrolled", passes=count, loss="mean")
-    Unrolled.check_fits(config, type(model))
-    solver = Unrolled(config)
+    solver = Unrolled(UnrolledConfig(name="unrolled", passes=count, loss="mean"))
     device = model.embedding.weight.device
     token_bytes = token_bytes.to(device)
     sums = torch.zeros(count, 4, dtype=torch.float64, device=device)

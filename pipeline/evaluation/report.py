@@ -22,7 +22,8 @@ class Row:
     """One line of the report.
 
     Attributes:
-        mode: ``training`` (the solver as in the checkpoint's last step) or ``sequential`` (the exact recurrence).
+        mode: ``training`` (the solver as in the checkpoint's last step), ``asked`` (another one) or ``sequential`` (the
+            exact recurrence that was trained).
         solver: the solver and its settings, in words.
         sums: the result.
         seconds: time it took; 0 where the training mode is the exact recurrence and was not measured twice.
@@ -55,10 +56,13 @@ def report(trained: TrainedModel, split: str, *, data: Path | None = None, token
             sums = evaluate(trained.model, solver, batches, token_bytes, advanced=progress.advance)
         return Row(mode, str(solver), sums, time.perf_counter() - begin)
 
-    training, exact = measured("training", trained.solver), solvers.sequential(trained.solver)
-    if str(exact) == training.solver:  # nothing to measure twice
-        return [training, replace(training, mode="sequential", seconds=0.0)]
-    return [training, measured("sequential", exact)]
+    first = measured("training" if trained.solver is trained.training_solver else "asked", trained.solver)
+    # A model that was never fed anything has no other recurrence than the plain pass.
+    feeding = [solver for solver in (trained.training_solver, trained.solver) if solver.feeding]
+    exact = solvers.sequential(feeding[0]) if feeding else trained.solver
+    if str(exact) == first.solver:  # nothing to measure twice
+        return [first, replace(first, mode="sequential", seconds=0.0)]
+    return [first, measured("sequential", exact)]
 
 
 def table(rows: list[Row]) -> str:

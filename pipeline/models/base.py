@@ -50,6 +50,11 @@ from pipeline.models.memory import KeyValueMemory
 
 Memory = Mapping[str, KeyValueMemory]
 
+MOST = 1 << 24
+"""Widths and vocabularies beyond which a size is a slip."""
+MOST_LAYERS = 1 << 12
+"""Likewise layers."""
+
 
 @dataclass
 class ArchitectureConfig:
@@ -110,6 +115,10 @@ class ArchitectureConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1")
+            if value is not None and value > MOST:
+                raise ConfigError(f"model.{name} is {value}; it must be at most {MOST}")
+        if self.rope == "integer" and self.rope_base != 10_000.0:
+            raise ConfigError(f"model.rope_base is {self.rope_base}; it has no use with model.rope=integer")
         if self.rope_base <= 1:
             raise ConfigError(f"model.rope_base is {self.rope_base}; it must be above 1")
         for name in ("embedding_std", "hidden_std_factor", "head_std", "logit_softcap"):

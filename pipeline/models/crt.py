@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.models.base import ARCHITECTURES, ArchitectureConfig, Flops, count_parameters
+from pipeline.models.base import ARCHITECTURES, MOST, ArchitectureConfig, Flops, count_parameters
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
 from pipeline.models.layers import make_norm, matmul_flops
@@ -38,8 +38,8 @@ class CRTConfig(StackConfig):
     def check(self) -> None:
         """Raise ConfigError on sizes out of range."""
         super().check()
-        if self.correction_width is not None and self.correction_width < 1:
-            raise ConfigError(f"model.correction_width is {self.correction_width}; it must be at least 1")
+        if self.correction_width is not None and not 1 <= self.correction_width <= MOST:
+            raise ConfigError(f"model.correction_width is {self.correction_width}; it must be from 1 to {MOST}")
 
 
 class Correction(nn.Module):

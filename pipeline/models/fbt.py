@@ -57,12 +57,6 @@ class Fusion(nn.Module):
         self.gate = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width, bias=False)
         self.norm = None if config.embedding_norm else make_norm(config.norm, config.width, config.norm_eps)
-        self.scale = config.input_scale
-
-    def init_own(self, generator: torch.Generator | None) -> None:
-        """Let fused vectors start at the size of embeddings."""
-        if self.norm is not None and self.norm.weight is not None:
-            nn.init.constant_(self.norm.weight, self.scale)
 
     def gates(self, embedding: Tensor) -> Tensor:
         """Return the gates of tokens, [R, n, d]."""

@@ -23,7 +23,15 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.models.base import ARCHITECTURES, Architecture, ArchitectureConfig, Flops, Memory, count_parameters
+from pipeline.models.base import (
+    ARCHITECTURES,
+    MOST_LAYERS,
+    Architecture,
+    ArchitectureConfig,
+    Flops,
+    Memory,
+    count_parameters,
+)
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
@@ -80,6 +88,9 @@ class RLTConfig(ArchitectureConfig):
         for name, bound in (("encoder_layers", 1), ("decoder_layers", 0), ("window", 1), ("memory_groups", 1)):
             if getattr(self, name) < bound:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least {bound}")
+        for name in ("encoder_layers", "decoder_layers"):
+            if getattr(self, name) > MOST_LAYERS:
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at most {MOST_LAYERS}")
         if self.memory_groups > max(1, self.decoder_layers):
             raise ConfigError(
                 f"model.memory_groups is {self.memory_groups}; with decoder_layers={self.decoder_layers} no more than "

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.models.base import Architecture, ArchitectureConfig, Flops, Memory, count_parameters
+from pipeline.models.base import MOST_LAYERS, Architecture, ArchitectureConfig, Flops, Memory, count_parameters
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
@@ -61,6 +61,8 @@ class StackConfig(ArchitectureConfig):
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"model.{name} is {value}; it must be at least {bound}")
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(f"model.layers is {self.layers}; it must be at most {MOST_LAYERS}")
         if self.full_attention_every and self.attention_window is None:
             raise ConfigError("model.full_attention_every is set, but there is no model.attention_window to lift")
 

@@ -31,6 +31,7 @@ class TrainedModel:
         description: what was recorded with it.
         model: architecture with its weights, in evaluation mode.
         solver: as in the checkpoint's last training step, or as asked for.
+        training_solver: as in the checkpoint's last training step.
         tokenizer: its tokenizer.
     """
 
@@ -39,6 +40,7 @@ class TrainedModel:
     description: dict[str, Any]
     model: Architecture
     solver: Solver
+    training_solver: Solver
     tokenizer: Tokenizer
 
 
@@ -66,9 +68,10 @@ def load(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{checkpoint.path}: weights and configuration do not fit each other: {reason}") from None
-    solver = solver_of(config, description["solver"], overrides)
+    trained = solver_of(config, description["solver"], ())
+    solver = solver_of(config, description["solver"], overrides) if overrides else trained
     tokenizer = Tokenizer.from_file(checkpoint.path / TOKENIZER, description["tokenizer"]["document_token"])
-    return TrainedModel(config, checkpoint, description, model, solver, tokenizer)
+    return TrainedModel(config, checkpoint, description, model, solver, trained, tokenizer)
 
 
 @dataclass
@@ -85,17 +88,21 @@ def solver_of(config: Config, settings: Mapping[str, Any], overrides: Sequence[s
     Args:
         config: the run.
         settings: values of settings that may change over a run.
-        overrides: ``solver.key=value``; another name begins with that solver's defaults.
+        overrides: ``solver.key=value``; another solver begins with its defaults.
     """
     for each in overrides:
         if not each.startswith("solver.") or "=" not in each:
             raise ConfigError(f"{each!r} is no setting of the solver; here only solver.key=value can be set")
     kept = {**asdict(config.solver.evaluated()), **settings}
-    if any(each.startswith("solver.name=") for each in overrides):
+    names = [each.removeprefix("solver.name=") for each in overrides if each.startswith("solver.name=")]
+    if names and names[-1] != config.solver.name:
         kept = {}
     given = [f"solver.{name}={config_files.dump(value, flow=True)}" for name, value in kept.items()]
     chosen = config_files.load(SolverSection, [], [*given, *overrides]).solver
     SOLVERS[chosen.name].check_fits(chosen, ARCHITECTURES[config.model.architecture])
+    for name, value in asdict(chosen.evaluated()).items():
+        if getattr(chosen, name) != value:
+            raise ConfigError(f"solver.{name} belongs to training; it has no use here")
     return solvers.build(chosen)
 
 

@@ -244,6 +244,10 @@ def place(tokens: Tensor, starts: Tensor | None, carry: Carry | None) -> tuple[T
     return index, starts
 
 
+MOST = 1_000_000
+"""Positions, passes or subsets beyond which a setting is a slip."""
+
+
 def check_feeds_back(config: SolverConfig, architecture: type[Architecture]) -> None:
     """Raise ConfigError if there is nothing for the solver to feed back."""
     if not architecture.feeds_back:
@@ -257,6 +261,8 @@ def check_count(name: str, value: Any, what: str) -> None:
     """Raise ConfigError, saying ``what`` the setting ``name`` is, unless ``value`` is a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} is {value!r}; {what} from 1 on")
+    if value > MOST:
+        raise ConfigError(f"{name} is {value}; it must be at most {MOST}")
 
 
 def register_of(carry: Carry | None, model: Architecture, rows: int) -> Feedback:

@@ -30,14 +30,13 @@ def decoding(solver: Solver, mode: DecodeMode) -> Solver:
     Raises:
         ConfigError: the mode feeds back what training never did.
     """
-    if mode == "trained":
+    if mode == "trained" and (solver.feeding or not solver.feeds_back):
         return solver
-    if mode == "standard":
+    if mode in ("trained", "standard"):  # one plain pass is all that a solver knows that feeds nothing back
         return Parallel(ParallelConfig(name="parallel"))
-    if not solver.feeds_back:
+    if not solver.feeding:
         raise ConfigError(
-            f"decoding {mode!r} feeds states back, but the model was trained without "
-            f"(solver.name={solver.config.name}); use 'standard'"
+            f"decoding {mode!r} feeds states back, but the model was trained without (solver {solver}); use 'standard'"
         )
     if mode == "recurrent":
         return sequential(solver)

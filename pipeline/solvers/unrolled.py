@@ -76,10 +76,10 @@ class UnrolledConfig(SolverConfig):
         for name in ("fed_loss_weight", "convergence_weight", "tolerance"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"solver.{name} is {getattr(self, name)}; it must be at least 0")
-        if (self.loss == "weighted") != bool(self.loss_weights):
-            raise ConfigError(
-                f"solver.loss is {self.loss}, solver.loss_weights {self.loss_weights}; weights belong to loss=weighted"
-            )
+        if self.loss_weights and self.loss != "weighted":
+            raise ConfigError(f"solver.loss_weights is set; it has no use with solver.loss={self.loss}")
+        if self.loss == "weighted" and not self.loss_weights:
+            raise ConfigError("solver.loss is weighted; it needs solver.loss_weights, one for each of solver.passes")
         if self.loss_weights and (min(self.loss_weights) < 0 or self.loss_weights[-1] <= 0):
             raise ConfigError(f"solver.loss_weights is {self.loss_weights}; they must be at least 0, the last above it")
         if self.loss_weights and len(self.loss_weights) != self.passes:

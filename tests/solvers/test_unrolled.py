@@ -612,8 +612,11 @@ def test_a_recurrence_that_has_converged_has_no_penalty():
         ({"loss": "plain_and_fed", "fed_loss_weight": -1.0}, "solver.fed_loss_weight is -1.0; it must be at least 0"),
         ({"convergence_weight": -0.5}, "solver.convergence_weight is -0.5; it must be at least 0"),
         ({"tolerance": -1e-3}, "solver.tolerance is -0.001; it must be at least 0"),
-        ({"loss": "weighted"}, "solver.loss is weighted, solver.loss_weights []; weights belong to loss=weighted"),
-        ({"loss": "mean", "loss_weights": [1.0, 1.0, 1.0]}, "solver.loss is mean, solver.loss_weights [1.0, 1.0, 1.0]"),
+        ({"loss": "weighted"}, "solver.loss is weighted; it needs solver.loss_weights"),
+        (
+            {"loss": "mean", "loss_weights": [1.0, 1.0, 1.0]},
+            "solver.loss_weights is set; it has no use with solver.loss=mean",
+        ),
         ({"loss": "weighted", "loss_weights": [-1.0, 1.0, 1.0]}, "solver.loss_weights is [-1.0, 1.0, 1.0]"),
         ({"loss": "weighted", "loss_weights": [1.0, 1.0, 0.0]}, "they must be at least 0, the last above it"),
         ({"loss": "weighted", "loss_weights": [1.0, 1.0]}, "solver.loss_weights has 2 weights"),

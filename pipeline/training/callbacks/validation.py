@@ -61,7 +61,8 @@ class Validation(StepCallback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
-        note = "".join(f", {name} {value}" for name, value in settings.items())
+        told = {name: value for name, value in settings.items() if name not in module.solver.training_only}
+        note = "".join(f", {name} {value}" for name, value in told.items())
         self._say(
             f"step {step}: validation loss {sums.loss:.4f}, perplexity {sums.perplexity:.2f}, "
             f"{sums.bits_per_byte:.4f} bits per byte{note}"
