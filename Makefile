@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/backfeed generate $(RUN) --prompt "My fellow citizens" --tokens 120
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 crash: setup
 	$(BIN)/python -m tests.crash

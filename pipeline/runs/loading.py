@@ -93,7 +93,9 @@ def solver_of(config: Config, settings: Mapping[str, Any], overrides: Sequence[s
     for each in overrides:
         if not each.startswith("solver.") or "=" not in each:
             raise ConfigError(f"{each!r} is no setting of the solver; here only solver.key=value can be set")
-    kept = {**asdict(config.solver.evaluated()), **settings}
+    training_only = SOLVERS[config.solver.name].training_only
+    current = {name: value for name, value in settings.items() if name not in training_only}
+    kept = {**asdict(config.solver.evaluated()), **current}
     names = [each.removeprefix("solver.name=") for each in overrides if each.startswith("solver.name=")]
     if names and names[-1] != config.solver.name:
         kept = {}
