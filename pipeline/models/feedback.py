@@ -34,6 +34,10 @@ class Feedback:
         mask = mask[..., None]
         return replace(self, fed=mask if self.fed is None else self.fed & mask)
 
+    def detached(self) -> Feedback:
+        """Return the same outside autograd's graph."""
+        return replace(self, states=self.states.detach())
+
     def cut(self, start: int) -> Feedback:
         """Return what is fed to the positions from ``start`` on."""
         states, fed = (

@@ -47,12 +47,24 @@ class ChunkedConfig(SolverConfig):
     segment_length: int = 0
     """With activation checkpointing: positions of a segment of time that is computed again in backward. 0 takes the
     number that balances what is kept at the borders against what is computed again at once, sqrt(B x row length)."""
+    truncation: int = 0
+    """Truncated backpropagation through time: every so many positions of a row, what is fed back and the keys and
+    values of the recurrent part are taken for constants. 0 lets gradients through the whole row."""
+
+    def evaluated(self) -> ChunkedConfig:
+        """Return the settings without those of training."""
+        return replace(self, activation_checkpointing=False, segment_length=0, truncation=0)
 
     def check(self) -> None:
         """Raise ConfigError on values out of range or that contradict each other."""
         Chunked.check_value("interval", self.interval)
-        if self.segment_length < 0:
-            raise ConfigError(f"solver.segment_length is {self.segment_length}; it must be at least 0")
+        for name in ("segment_length", "truncation"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"solver.{name} is {getattr(self, name)}; it must be at least 0")
+        if 0 < self.truncation < self.interval:
+            raise ConfigError(
+                f"solver.truncation is {self.truncation}; it must be 0, or at least solver.interval={self.interval}"
+            )
         if self.segment_length and not self.activation_checkpointing:
             raise ConfigError(
                 "solver.segment_length is set, but solver.activation_checkpointing is false: it has no use"
@@ -92,6 +104,7 @@ class Chunked(Solver):
     def __init__(self, config: ChunkedConfig) -> None:
         super().__init__(config)
         self.segment_length = config.segment_length
+        self.truncation = config.truncation
 
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
@@ -139,7 +152,24 @@ class Chunked(Solver):
     def _loop(
         self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Feedback
     ) -> tuple[Tensor, Memory, Feedback]:
-        """Run all chunks, in segments that are computed again in backward if so configured."""
+        """Run all chunks, with gradients cut between windows if so configured."""
+        window = len(chunks)
+        if self.truncation and torch.is_grad_enabled():
+            window = max(1, self.truncation // self.interval)
+        states: list[Tensor] = []
+        for first in range(0, len(chunks), window):
+            if first:
+                memory = {name: each.detached() for name, each in memory.items()}
+                register = register.detached()
+            part = chunks[first : first + window]
+            found, memory, register = self._segments(model, inputs, part, memory, register)
+            states.append(found)
+        return torch.cat(states, dim=1), memory, register
+
+    def _segments(
+        self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Feedback
+    ) -> tuple[Tensor, Memory, Feedback]:
+        """Run chunks, in segments that are computed again in backward if so configured."""
         segment = len(chunks)
         if self.config.activation_checkpointing and torch.is_grad_enabled():
             length = self.segment_length or math.isqrt(self.interval * inputs.length)
