@@ -1,6 +1,6 @@
 # make setup   environment in .venv
 # make demo    prepare a corpus, train, evaluate, write a sample (at most ten minutes on two cores)
-# make test    all tests, some five minutes
+# make test    all tests, some nine minutes on two cores
 # make crash   kill a run again and again, and count the survivals: some six minutes
 PYTHON ?= python3.11
 VENV := .venv

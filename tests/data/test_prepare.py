@@ -103,7 +103,7 @@ def start_prepare(tmp_path, output, corpus):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_and_started_again_gives_the_same_bytes(tmp_path, how):
-    corpus = write_corpus(tmp_path / "texts", 300, 1200)
+    corpus = write_corpus(tmp_path / "texts", 1000, 1200)  # enough that it is not done before the signal comes
     output, whole = tmp_path / "data", tmp_path / "whole"
     process = start_prepare(tmp_path, output, corpus)
     deadline = time.monotonic() + 60

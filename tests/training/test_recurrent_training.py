@@ -163,7 +163,7 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path, data, architecture,
 
 
 def test_drawn_passes_are_logged_and_the_largest_kept(tmp_path, data):
-    folder = trained_folder(tmp_path, data, "crt", *CRT, CRT_PASSES, LIVELY)
+    folder = trained_folder(tmp_path, data, "crt", *CRT, CRT_PASSES, LIVELY, "model.embedding_std=1.0")
     assert passes_of(folder) == CRT_DRAWN
     assert set(CRT_DRAWN.values()) == {2, 3, 4, 5}
     for row in rows(folder):
@@ -191,7 +191,7 @@ def test_plain_steps_among_fed_ones(tmp_path, data):
         assert (row["train/objective"] != row["train/loss"]) == fed
         assert math.isnan(float(row["solver/residual"])) != fed
         assert float(row["solver/prefix"]) == 0.5
-    assert load(folder).solver.settings() == {"passes": 3, "prefix": 0.5}
+    assert load(folder).solver.settings() == {"passes": 3, "prefix": 0.0}  # prefixes belong to training
 
 
 def test_feedback_that_comes_late(tmp_path, data):
