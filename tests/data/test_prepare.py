@@ -97,7 +97,13 @@ def start_prepare(tmp_path, output, corpus):
     script.write_text(KILLED.format(output=str(output), corpus=str(corpus)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A job in the background of a shell ignores Ctrl-C, and hands that on to all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
