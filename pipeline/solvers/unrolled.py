@@ -36,8 +36,8 @@ from pipeline.solvers.base import (
     single_step,
 )
 
-# Finished positions are left out of a pass once they are this share of the row. Below it, keeping keys and values apart
-# and masking what causal attention needs no mask for costs more than the positions do.
+# Finished positions are left out of a pass once they are this share of the row. Below it there is little to save, and
+# keys and values must be kept and a mask be made for it.
 FREEZE_SHARE = 1 / 8
 
 
