@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from pipeline import models, solvers
+from pipeline import solvers
 from pipeline.config import Config
 from pipeline.data.manifest import Manifest
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import write_atomically
 from pipeline.models import Architecture, ArchitectureConfig
-from pipeline.models.base import count_parameters
+from pipeline.models.base import build_on_meta, count_parameters
 from pipeline.solvers import Solver, flops_by_stage, mean_over_stages
 from pipeline.solvers.parallel import ParallelConfig
 
@@ -88,12 +88,6 @@ def describe(config: Config) -> Description:
         cache_bytes=cache,
         cache_bytes_per_position=cache - before,
     )
-
-
-def build_on_meta(config: ArchitectureConfig) -> Architecture:
-    """Return the architecture without memory for its weights."""
-    with torch.device("meta"):
-        return models.build(config)
 
 
 def with_vocabulary(config: Config) -> ArchitectureConfig:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline import config_files
@@ -27,6 +26,7 @@ from pipeline.errors import RunError
 from pipeline.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from pipeline.models import ArchitectureConfig
 from pipeline.runs.checkpoints import SEAL, TOKENIZER, WEIGHTS, seal
+from pipeline.runs.weights import save_weights
 
 DESCRIPTION = "conversion.json"
 LAYER = "model.yaml"
@@ -63,7 +63,7 @@ def write(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
-        save_weights(weights, aside / WEIGHTS)
+        write_weights(weights, aside / WEIGHTS)
         (aside / TOKENIZER).write_bytes(tokenizer)
         layer = config_files.to_yaml(Layer(RunLayer(str(path)), config))
         (aside / LAYER).write_text(_HEADER.format(path=json.dumps(str(path / LAYER))[1:-1]) + layer)
@@ -86,15 +86,12 @@ def write(
     fsync_folder(path.parent)
 
 
-def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors as safetensors, readable by whoever may read the rest of the folder."""
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write the weights; raise RunError where the system does not let it."""
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, path)
+        save_weights(weights, path)
     except SafetensorError as error:  # it wraps the system's error and keeps its text alone
         raise RunError(f"{path.name} could not be written: {' '.join(str(error).split())}") from None
-    path.chmod(mode)
 
 
 def read_description(path: Path) -> dict[str, Any]:

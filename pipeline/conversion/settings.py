@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from pipeline import config_files, models
+from pipeline import config_files
 from pipeline.choices import chosen_by
 from pipeline.config import architecture_configs
 from pipeline.config_files.layers import dump
 from pipeline.config_files.reader import plain
 from pipeline.errors import ConfigError
 from pipeline.models import ARCHITECTURES, Architecture, ArchitectureConfig
+from pipeline.models.base import build_on_meta
 from pipeline.models.crt import CRTConfig
 from pipeline.models.lrt import LRTConfig
 from pipeline.models.stack import StackConfig
@@ -74,8 +73,7 @@ def resolved(config: ArchitectureConfig) -> ArchitectureConfig:
 
 def shapes(config: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in the state dict of a model."""
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in models.build(config).state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in build_on_meta(config).state_dict().items()}
 
 
 def changed(weights: ArchitectureConfig, wanted: ArchitectureConfig) -> dict[str, tuple[Any, Any]]:

@@ -392,6 +392,12 @@ def build(config: ArchitectureConfig) -> Architecture:
     return ARCHITECTURES[config.architecture](config)
 
 
+def build_on_meta(config: ArchitectureConfig) -> Architecture:
+    """Return the architecture without memory for its weights."""
+    with torch.device("meta"):
+        return build(config)
+
+
 def count_parameters(*modules: nn.Module | nn.Parameter | None) -> int:
     """Return the number of distinct parameters in ``modules``."""
     found: dict[int, int] = {}

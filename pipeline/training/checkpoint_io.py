@@ -7,16 +7,17 @@ is read back with ``weights_only=True``: no code ever comes out of a checkpoint.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipeline.errors import RunError
 from pipeline.runs.checkpoints import TRAINING, WEIGHTS, CheckpointStore
+from pipeline.runs.weights import save_weights
 from pipeline.training import distributed
 from pipeline.training.screen import say
 
@@ -71,11 +72,3 @@ def newest(store: Path) -> Path:
         raise RunError(f"{store} holds no checkpoint")
     say(f"resuming from {found.path}")
     return found.path
-
-
-def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors as safetensors, readable by whoever may read the rest of the run."""
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
-    path.chmod(mode)

@@ -17,7 +17,7 @@ from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
 from pipeline.errors import ConfigError, RunError, RunWarning, TrainingError
 from pipeline.models import Architecture, ArchitectureConfig
-from pipeline.models.base import count_parameters
+from pipeline.models.base import build_on_meta, count_parameters
 from pipeline.runs.checkpoints import TOKENIZER
 from pipeline.runs.folder import Resume, RunFolder
 from pipeline.training import distributed
@@ -78,8 +78,7 @@ def build(config: Config) -> Architecture:
     except RuntimeError as error:
         if "alloc" not in str(error) and "memory" not in str(error):
             raise
-        with torch.device("meta"):
-            count = count_parameters(models.build(config.model))
+        count = count_parameters(build_on_meta(config.model))
         raise ConfigError(
             f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
             "hold; choose a smaller width, vocab_size or depth"
