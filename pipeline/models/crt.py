@@ -25,6 +25,7 @@ from pipeline.models.base import ARCHITECTURES, MOST, ArchitectureConfig, Flops,
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
 from pipeline.models.layers import make_norm, matmul_flops
+from pipeline.models.products import Linear
 from pipeline.models.stack import StackArchitecture, StackConfig
 
 
@@ -48,8 +49,8 @@ class Correction(nn.Module):
     def __init__(self, config: CRTConfig) -> None:
         super().__init__()
         self.norm = make_norm(config.norm, config.width, config.norm_eps)
-        self.up = nn.Linear(config.width, config.correction_width or 4 * config.width)
-        self.down = nn.Linear(self.up.out_features, config.width)
+        self.up = Linear(config.width, config.correction_width or 4 * config.width)
+        self.down = Linear(self.up.out_features, config.width)
         self.scale = config.input_scale
 
     def init_own(self, generator: torch.Generator | None) -> None:

@@ -22,6 +22,7 @@ from pipeline.models.base import ARCHITECTURES, ArchitectureConfig, Flops, Memor
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
 from pipeline.models.layers import make_norm, matmul_flops
+from pipeline.models.products import Linear
 from pipeline.models.stack import StackArchitecture, StackConfig
 
 
@@ -54,8 +55,8 @@ class Fusion(nn.Module):
     def __init__(self, config: FBTConfig) -> None:
         super().__init__()
         self.gate_norm = make_norm(config.norm, config.width, config.norm_eps)
-        self.gate = nn.Linear(config.width, config.width, bias=False)
-        self.value = nn.Linear(config.width, config.width, bias=False)
+        self.gate = Linear(config.width, config.width, bias=False)
+        self.value = Linear(config.width, config.width, bias=False)
         self.norm = None if config.embedding_norm else make_norm(config.norm, config.width, config.norm_eps)
 
     def gates(self, embedding: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.models.inputs import Visibility
+from pipeline.models.products import Linear, linear
 
 NormKind = Literal["rms", "rms_unlearned", "layer"]
 FFNKind = Literal["swiglu", "gelu", "relu2"]
@@ -48,7 +49,7 @@ def make_norm(kind: NormKind, width: int, eps: float) -> RMSNorm | LayerNorm:
     return RMSNorm(width, eps, learned=kind == "rms")
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(Linear):
     """Several matrices that read the same input, as one product.
 
     Attributes:
@@ -140,7 +141,7 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.query_key_value = PackedLinear(width, parts, bias=bias)
-        self.output = nn.Linear(heads * head_dim, width, bias=bias)
+        self.output = Linear(heads * head_dim, width, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [rows, n, heads, head_dim], keys and values [rows, n, kv_heads, head_dim] of x."""
@@ -155,8 +156,8 @@ class CrossAttention(nn.Module):
     def __init__(self, width: int, heads: int, head_dim: int, *, bias: bool = False) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
-        self.query = nn.Linear(width, heads * head_dim, bias=bias)
-        self.output = nn.Linear(heads * head_dim, width, bias=bias)
+        self.query = Linear(width, heads * head_dim, bias=bias)
+        self.output = Linear(heads * head_dim, width, bias=bias)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
         """Return rotated queries [rows, n, heads, head_dim]."""
@@ -177,7 +178,7 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
         super().__init__()
         self.gate_up = PackedLinear(width, (hidden, hidden), bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
+        self.down = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to [..., width]."""
@@ -191,8 +192,8 @@ class MLP(nn.Module):
     def __init__(self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], *, bias: bool = False) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
+        self.up = Linear(width, hidden, bias=bias)
+        self.down = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to [..., width]."""
@@ -226,7 +227,7 @@ class Readout(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = norm
-        self.head = None if tied else nn.Linear(width, vocab_size, bias=bias)
+        self.head = None if tied else Linear(width, vocab_size, bias=bias)
         self.softcap = softcap
 
     def forward(self, states: Tensor, embedding: nn.Embedding) -> Tensor:
@@ -235,7 +236,7 @@ class Readout(nn.Module):
 
     def logits(self, x: Tensor, embedding: nn.Embedding) -> Tensor:
         """Map states that have been normed [..., width] to logits [..., vocab_size]."""
-        logits = F.linear(x, embedding.weight) if self.head is None else self.head(x)
+        logits = linear(x, embedding.weight) if self.head is None else self.head(x)
         if self.softcap:
             logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
             logits = self.softcap * torch.tanh(logits / self.softcap)

@@ -26,6 +26,7 @@ from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
 from pipeline.models.layers import LayerNorm, PackedLinear, RMSNorm, make_norm, matmul_flops, normed, rotate
 from pipeline.models.memory import KeyValueMemory, Step
+from pipeline.models.products import Linear
 from pipeline.models.stack import Block, StackArchitecture, StackConfig
 
 
@@ -80,7 +81,7 @@ class LRTBlock(Block):
         self.input_scale = config.input_scale
         self.memory_gate: nn.Linear | None = None
         if config.memory_gates:
-            self.memory_gate = nn.Linear(config.width, 2 * config.key_value_heads, bias=False)
+            self.memory_gate = Linear(config.width, 2 * config.key_value_heads, bias=False)
 
     def init_own(self, generator: torch.Generator | None) -> None:
         """Let the state enter the stream with a tenth of its size, and the gates begin at one."""

@@ -51,6 +51,7 @@ from pipeline.models.layers import (
     rotate,
 )
 from pipeline.models.memory import KeyValueMemory
+from pipeline.models.products import Linear
 from pipeline.models.stack import (
     Block,
     Join,
@@ -113,7 +114,7 @@ class Merge(nn.Module):
         self.norm = make_norm(config.norm, width, config.norm_eps)
         # W_g acts on [e; r]: its halves lie apart, since the first needs no state and is applied to all positions at
         # once. The second reads r as W_s does: one product for both.
-        self.entry_gate = nn.Linear(width, width)
+        self.entry_gate = Linear(width, width)
         self.state = PackedLinear(width, (width, width))
         self.factor, self.kind = config.hidden_std_factor, config.hidden_init
 

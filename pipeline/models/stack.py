@@ -28,6 +28,7 @@ from pipeline.models.layers import (
     rotate,
 )
 from pipeline.models.memory import KeyValueMemory, Step
+from pipeline.models.products import Linear
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 KeysValues = tuple[Tensor, Tensor]
@@ -111,9 +112,9 @@ class Block(nn.Module):
             if stack.depth_scaled_residuals:
                 self.scale = 1 / math.sqrt(2 * stack.layers)
             if stack.attention_gate:
-                self.attention_gate = nn.Linear(width, heads, bias=False)
+                self.attention_gate = Linear(width, heads, bias=False)
             if stack.value_embeddings:
-                self.value_gate = nn.Linear(width, kv_heads, bias=False)
+                self.value_gate = Linear(width, kv_heads, bias=False)
             if stack.residual_scalars:
                 self.residual_mix = nn.Parameter(torch.empty(2))
 

@@ -1,0 +1,110 @@
+"""Matrix products of weights, by the fastest kernel at hand.
+
+On a GPU, and for every dtype but float32, that is torch's own. For float32 on a CPU torch calls MKL, which leaves half
+the width of processors that are not Intel's unused; oneDNN, which torch carries as well, does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Below so many multiply-adds oneDNN's call costs more than its kernel saves.
+LEAST_WORK = 1 << 20
+# From so many rows on a weight is put into oneDNN's own layout for a single product.
+REORDER_ROWS = 512
+# From so many rows on a weight's gradient may be taken transposed.
+TURN_ROWS = 2048
+
+_POINTWISE = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+_REORDER = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _POINTWISE is not None else None
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` by the fastest kernel at hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, [..., out].
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out], or None.
+    """
+    if not serves(x, weight):
+        return F.linear(x, weight, bias)
+    result: Tensor = _Linear.apply(x, weight, bias)
+    return result
+
+
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN takes a product, rather than what torch would call."""
+    return (
+        _REORDER is not None
+        and x.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.numel() * weight.shape[0] >= LEAST_WORK
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.maybe_current_level()
+    )
+
+
+def reordered(weight: Tensor, rows: int) -> Tensor:
+    """Return a float32 weight [out, in] in the layout that oneDNN likes best for products of so many rows."""
+    assert _REORDER is not None
+    packed: Tensor = _REORDER(weight, rows)
+    return packed
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b [rows, out] outside autograd, for x [rows, in] and a weight [out, in], reordered or not."""
+    assert _POINTWISE is not None
+    result: Tensor = _POINTWISE(x, weight, bias, "none", [], "")
+    return result
+
+
+def weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return gradient^T x, [out, in], for x [rows, in] and a gradient [rows, out]."""
+    if not serves(x, gradient.t()):
+        return gradient.t() @ x
+    # The kernel is faster on a wide result than on a tall one; over few rows, turning it afterwards costs more.
+    if x.shape[1] < gradient.shape[1] and x.shape[0] >= TURN_ROWS:
+        return product(x.t(), gradient.t()).t()
+    return product(gradient.t(), x.t())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        rows = x.reshape(-1, x.shape[-1])
+        return _once(rows, weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = outputs[0].reshape(-1, weight.shape[0])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _once(gradient, weight.t()).view(x.shape) if needs_x else None,
+            weight_gradient(x.reshape(-1, x.shape[-1]), gradient) if needs_weight else None,
+            gradient.sum(dim=0) if needs_bias and ctx.has_bias else None,
+        )
+
+
+def _once(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a product with a weight that may be another the next time."""
+    rows = x.shape[0]
+    return product(x, reordered(weight, rows) if rows >= REORDER_ROWS else weight, bias)
