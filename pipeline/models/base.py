@@ -39,12 +39,12 @@ from pipeline.models.layers import (
     Readout,
     RMSNorm,
     Rope,
+    Rotations,
     SelfAttention,
     SwiGLU,
     init_linear,
     init_matrix,
     make_norm,
-    rotation,
 )
 from pipeline.models.memory import KeyValueMemory
 
@@ -206,6 +206,7 @@ class Architecture(nn.Module, ABC):
             raise ValueError("vocab_size must be known before a model is built")
         self.config = config
         self.checkpoint_blocks = False
+        self.rotations = Rotations(config.head_width, config.rope_base, config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.readout_layer = Readout(
             make_norm(config.norm, config.width, config.norm_eps),
@@ -363,11 +364,18 @@ class Architecture(nn.Module, ABC):
         elif isinstance(module, SwiGLU | MLP):
             nn.init.zeros_(module.down.weight)
 
-    def embed(self, tokens: Tensor, index: Tensor, starts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return token embeddings [R, n, d] and the rotation tables of their positions as input values."""
-        config = self.config
-        positions = index if starts is None else index - starts
-        cos, sin = rotation(positions, config.head_width, config.rope_base, self.embedding.weight.dtype, config.rope)
+    def embed(
+        self, tokens: Tensor, index: Tensor, starts: Tensor | None, stop: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return token embeddings [R, n, d] and the rotation tables of their positions as input values.
+
+        ``stop`` is the row index after the last position; for the others see ``prepare``.
+        """
+        dtype = self.embedding.weight.dtype
+        if starts is None:
+            cos, sin = self.rotations.between(stop - tokens.shape[1], stop, index.device, dtype)
+        else:
+            cos, sin = self.rotations.at(index - starts, stop, dtype)
         return self.drop(self.embedding(tokens)), {"cos": cos, "sin": sin}
 
     def drop(self, x: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.models import links
 from pipeline.models.base import ARCHITECTURES, MOST, ArchitectureConfig, Flops, count_parameters
+from pipeline.models.collector import Collector
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
-from pipeline.models.layers import make_norm, matmul_flops
-from pipeline.models.products import Linear
+from pipeline.models.layers import Linear, make_norm, matmul_flops
 from pipeline.models.stack import StackArchitecture, StackConfig
 
 
@@ -60,7 +61,15 @@ class Correction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x = z + e [R, n, d] to the correction."""
+        found = links.collected(self)
+        if found is not None:
+            return links.run(x, found)
         return self.down(F.gelu(self.up(self.norm(x))))
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the network for a loop; see ``links.collected``."""
+        norm, into, out = (links.links_of(each, collector) for each in (self.norm, self.up, self.down))
+        return None if norm is None or into is None or out is None else [*norm, *into, links.GELULink(), *out]
 
 
 @ARCHITECTURES.register("crt")

@@ -21,8 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.models.base import ARCHITECTURES, ArchitectureConfig, Flops, Memory, count_parameters
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs
-from pipeline.models.layers import make_norm, matmul_flops
-from pipeline.models.products import Linear
+from pipeline.models.layers import Linear, make_norm, matmul_flops
 from pipeline.models.stack import StackArchitecture, StackConfig
 
 

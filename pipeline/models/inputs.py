@@ -7,11 +7,26 @@ of its own that nobody looks at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class SharedKeysValues(Protocol):
+    """Keys and values that all positions of a row share; see ``memory.Shared``."""
+
+    @property
+    def length(self) -> int:
+        """Number of keys."""
+
+    def attend(self, reach: int, query: Tensor, visible: Visibility, dropout: float = 0.0) -> Tensor:
+        """Attend to the first ``reach`` keys; see ``layers.attend``."""
+
+    def attention(self, reach: int) -> Callable[[Tensor, Visibility, float], Tensor]:
+        """Return ``attend`` to the first ``reach`` keys."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +38,8 @@ class Inputs:
         starts: row index at which each position's document begins, int64 [rows, n]; None where it is 0 for all.
         stop: no index reaches this; a host number, so that memories can be cut without asking the device.
         values: tensors [rows or 1, n, ...], one slice a position (embeddings, gates, rotation tables).
-        shared: keys and values that all positions of the row share, each [rows, heads, m, head_dim], where key j
-            belongs to row index j. They are cut by ``stop`` and masked, never sliced with the positions.
+        shared: keys and values that all positions of the row share. They are cut by ``stop`` and masked, never sliced
+            with the positions.
         valid: bool [rows, n], False where a slot holds no position (rows of unequal chunks); None where all do.
     """
 
@@ -32,7 +47,7 @@ class Inputs:
     starts: Tensor | None
     stop: int
     values: Mapping[str, Tensor]
-    shared: tuple[tuple[Tensor, Tensor], ...] = ()
+    shared: tuple[SharedKeysValues, ...] = ()
     valid: Tensor | None = field(default=None)
 
     @property
@@ -104,10 +119,12 @@ class Visibility:
     Attributes:
         mask: bool [rows or 1, 1, queries, keys], True where visible; None where ``causal`` alone says it, or all are.
         causal: queries and keys are the same positions and each sees itself and those before.
+        newest: only so many keys, the last, are seen, and the mask is of these; None for all.
     """
 
     mask: Tensor | None
     causal: bool = False
+    newest: int | None = None
 
 
 def visibility(inputs: Inputs, key_index: Tensor, window: int | None, *, same: bool, exact: bool) -> Visibility:
@@ -124,7 +141,7 @@ def visibility(inputs: Inputs, key_index: Tensor, window: int | None, *, same: b
         exact: no key is farther back than the window allows to the first query and no slot is empty.
     """
     if inputs.starts is None and inputs.valid is None:
-        if same and (window is None or inputs.length <= window):
+        if same and (window is None or key_index.shape[1] <= window):
             return Visibility(None, causal=inputs.length > 1)
         if exact and inputs.length == 1:
             return Visibility(None)

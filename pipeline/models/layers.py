@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.models import links, products
+from pipeline.models.collector import Collector, current
+from pipeline.models.functions import rms_norm, rotate, swiglu
 from pipeline.models.inputs import Visibility
-from pipeline.models.products import Linear, linear
 
 NormKind = Literal["rms", "rms_unlearned", "layer"]
-FFNKind = Literal["swiglu", "gelu", "relu2"]
+Activation = Literal["gelu", "relu2"]
+FFNKind = Literal["swiglu"] | Activation
 Rope = Literal["geometric", "integer"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich 2019), with a learned weight or without, in the dtype of its input.
-
-    Under autocast the heads come in bfloat16 and the weight is float32; torch's fused kernel wants them alike (it
-    accumulates in float32 all the same).
-    """
+    """RMSNorm (Zhang and Sennrich 2019), with a learned weight or without, in the dtype of its input."""
 
     def __init__(self, width: int, eps: float, *, learned: bool = True) -> None:
         super().__init__(width, eps=eps, elementwise_affine=learned)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to the same shape and dtype."""
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        found = links.collected(self)
+        if found is not None:
+            return links.run(x, found)
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the layer for a loop; see ``links.collected``."""
+        weight = collector.find(self.weight)
+        if self.weight is not None and weight is None:
+            return None
+        return [links.RMSNormLink(weight, self.normalized_shape[0], self.eps or 0.0)]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -39,7 +47,15 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to the same shape and dtype."""
+        found = links.collected(self)
+        if found is not None:
+            return links.run(x, found)
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the layer for a loop; see ``links.collected``."""
+        weight, bias = collector.find(self.weight), collector.find(self.bias)
+        return None if weight is None or bias is None else [links.LayerNormLink(weight, bias, self.eps)]
 
 
 def make_norm(kind: NormKind, width: int, eps: float) -> RMSNorm | LayerNorm:
@@ -47,6 +63,24 @@ def make_norm(kind: NormKind, width: int, eps: float) -> RMSNorm | LayerNorm:
     if kind == "layer":
         return LayerNorm(width, eps=eps)
     return RMSNorm(width, eps, learned=kind == "rms")
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` by the fastest kernel at hand (``products``)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        found = links.collected(self)
+        if found is not None:
+            return links.run(x, found)
+        return products.multiply(x, self.weight, self.bias)
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the layer for a loop; see ``links.collected``."""
+        weight, bias = collector.find(self.weight), collector.find(self.bias)
+        if weight is None or (self.bias is not None and bias is None):
+            return None
+        return [links.LinearLink(collector.product(weight), bias)]
 
 
 class PackedLinear(Linear):
@@ -59,6 +93,46 @@ class PackedLinear(Linear):
     def __init__(self, in_features: int, parts: tuple[int, ...], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts), bias=bias)
         self.parts = parts
+
+
+LEAST_TABLE = 256
+"""Positions that rotation tables are made for at least."""
+
+
+class Rotations:
+    """The rotation tables of the positions from 0 on, made once for each device and dtype, longer when they must be.
+
+    Args:
+        head_dim: width of a head, even.
+        base: see ``rotation``.
+        kind: see ``rotation``.
+    """
+
+    def __init__(self, head_dim: int, base: float, kind: Rope) -> None:
+        self._head_dim, self._base, self._kind = head_dim, base, kind
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def between(self, begin: int, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return views of the tables of positions ``begin`` to ``stop``, [1, n, 1, head_dim] each; see ``rotation``."""
+        cos, sin = self._made(stop, device, dtype)
+        return cos[:, begin:stop], sin[:, begin:stop]
+
+    def at(self, positions: Tensor, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the tables of positions below ``stop``, int64 [rows, n], as [rows, n, 1, head_dim] each."""
+        cos, sin = (table.view(-1, self._head_dim) for table in self._made(stop, positions.device, dtype))
+        return F.embedding(positions, cos).unsqueeze(2), F.embedding(positions, sin).unsqueeze(2)
+
+    def _made(self, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        found = self._tables.get((device, dtype))
+        if found is None or found[0].shape[1] < stop:
+            # Tables made under inference mode could not be used in training afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                count = max(LEAST_TABLE, 1 << (stop - 1).bit_length())
+                positions = torch.arange(count, device=device)[None]
+                found = rotation(positions, self._head_dim, self._base, dtype, self._kind)
+            if not (torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level()):
+                self._tables[device, dtype] = found  # what a tracer made is no table
+        return found
 
 
 def rotation(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, kind: Rope) -> tuple[Tensor, Tensor]:
@@ -87,13 +161,6 @@ def rotation(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, 
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [rows, n, heads, head_dim] by the tables of ``rotation``; computed in their dtype, returned in x's."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return torch.addcmul(x * cos, turned, sin).to(x.dtype)
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Softmax attention.
 
@@ -119,6 +186,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropo
     return out.transpose(1, 2)
 
 
+def attend_same(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0) -> Tensor:
+    """Softmax attention of positions to themselves: all of ``attend``'s tensors are [rows, n, heads, head_dim]."""
+    return attend(query, key.transpose(1, 2), value.transpose(1, 2), visible, dropout)
+
+
 class HeadNorms(nn.Module):
     """QK-norm: RMSNorm over each head of queries and keys, before the rotation (Dehghani et al. 2023)."""
 
@@ -128,6 +200,18 @@ class HeadNorms(nn.Module):
         super().__init__()
         self.query = RMSNorm(head_dim, eps, learned=learned) if query else None
         self.key = RMSNorm(head_dim, eps, learned=learned) if key else None
+
+    def both_link(self, collector: Collector, heads: tuple[int, int]) -> links.RMSNormLink | None:
+        """Return both norms as one, for that many heads of queries and of keys behind each other, for a loop."""
+        assert self.query is not None
+        assert self.key is not None
+        query, key = collector.find(self.query.weight), collector.find(self.key.weight)
+        if self.query.weight is not None and (query is None or key is None):
+            return None
+        if not links.replaceable(self.query) or not links.replaceable(self.key):
+            return None
+        both = None if query is None or key is None else collector.heads(query, key, heads)
+        return links.RMSNormLink(both, self.query.normalized_shape[0], self.query.eps or 0.0)
 
 
 class SelfAttention(nn.Module):
@@ -149,6 +233,45 @@ class SelfAttention(nn.Module):
         query, key, value = packed.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         return query, key, value
 
+    def enter(
+        self,
+        x: Tensor,
+        norm: RMSNorm | LayerNorm,
+        head_norms: HeadNorms | None,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what attention takes of the residual stream x: ``project`` of its norm, QK-normed and rotated."""
+        query, key, value = self.project(norm(x))
+        return turned(query, head_norms, "query", cos, sin), turned(key, head_norms, "key", cos, sin), value
+
+    def links(
+        self,
+        norm: RMSNorm | LayerNorm,
+        head_norms: HeadNorms | None,
+        rotation: links.RotationLink,
+        attends: Any,
+        visible: Visibility,
+    ) -> list[links.Link] | None:
+        """Return ``enter``, attention and the output for a loop; see ``links.collected``."""
+        if not links.follows(self, "enter", "project"):
+            return None
+        collector, entry = current(), links.collected(norm, self.query_key_value)
+        out, make = links.collected(self.output), getattr(attends, "link", None)
+        if collector is None or entry is None or out is None or make is None:
+            return None
+        heads = self.heads, self.kv_heads
+        heads_norm: links.RMSNormLink | None = None
+        if head_norms is not None:
+            key = id(head_norms)
+            if key not in collector.links:
+                collector.links[key] = head_norms.both_link(collector, heads)
+            found = collector.links[key]
+            if not isinstance(found, links.RMSNormLink):
+                return None
+            heads_norm = found
+        return [*entry, links.HeadsLink(heads, self.head_dim, heads_norm, rotation), make(visible, 0.0), *out]
+
 
 class CrossAttention(nn.Module):
     """Query and output projections of attention over keys and values that somebody else made."""
@@ -159,10 +282,29 @@ class CrossAttention(nn.Module):
         self.query = Linear(width, heads * head_dim, bias=bias)
         self.output = Linear(heads * head_dim, width, bias=bias)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
-        """Return rotated queries [rows, n, heads, head_dim]."""
-        query = self.query(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(normed(query, norms, "query"), cos, sin)
+    def enter(
+        self, x: Tensor, norm: RMSNorm | LayerNorm, head_norms: HeadNorms | None, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Return the rotated queries [rows, n, heads, head_dim] of the residual stream x."""
+        query = links.chain(x, norm, self.query).unflatten(-1, (-1, self.head_dim))
+        return turned(query, head_norms, "query", cos, sin)
+
+    def links(
+        self,
+        norm: RMSNorm | LayerNorm,
+        head_norms: HeadNorms | None,
+        rotation: links.RotationLink,
+        recalls: Any,
+        visible: Visibility,
+    ) -> list[links.Link] | None:
+        """Return ``enter``, attention and the output for a loop; see ``links.collected``."""
+        if not links.follows(self, "enter"):
+            return None
+        entry, of_query = links.collected(norm, self.query), links.collected(getattr(head_norms, "query", None))
+        out, make = links.collected(self.output), getattr(recalls, "link", None)
+        if entry is None or of_query is None or out is None or make is None:
+            return None
+        return [*entry, links.QueriesLink(self.head_dim, of_query, rotation), make(visible, 0.0), *out]
 
 
 def normed(x: Tensor, norms: HeadNorms | None, which: str) -> Tensor:
@@ -170,6 +312,32 @@ def normed(x: Tensor, norms: HeadNorms | None, which: str) -> Tensor:
     if norms is None:
         return x
     return getattr(norms, which)(x)
+
+
+def turned(x: Tensor, norms: HeadNorms | None, which: str, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return queries or keys [rows, n, heads, head_dim], ``which`` they are, QK-normed and rotated."""
+    found = links.collected(getattr(norms, which, None))
+    if found is not None:
+        return links.run(x, [*found, links.RotationLink(cos, sin)])
+    return rotate(normed(x, norms, which), cos, sin)
+
+
+def add_branch(x: Tensor, inner: Tensor, *modules: nn.Module, dropout: float = 0.0, scale: float = 1.0) -> Tensor:
+    """Return the residual stream x plus what modules that follow each other make of ``inner``.
+
+    Args:
+        x: [..., width].
+        inner: what the first module reads.
+        modules: layers.
+        dropout: share of the branch set to zero.
+        scale: factor of the branch.
+    """
+    if not dropout and scale == 1.0:
+        return links.chain(inner, *modules, onto=x)
+    branch = links.chain(inner, *modules)
+    if dropout:
+        branch = F.dropout(branch, dropout)
+    return x + branch if scale == 1.0 else torch.add(x, branch, alpha=scale)
 
 
 class SwiGLU(nn.Module):
@@ -182,14 +350,18 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to [..., width]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the layer for a loop; see ``links.collected``."""
+        into, out = links.links_of(self.gate_up, collector), links.links_of(self.down, collector)
+        return None if into is None or out is None else [*into, links.SwiGLULink(), *out]
 
 
 class MLP(nn.Module):
     """Feed-forward layer of two matrices: down(f(up x))."""
 
-    def __init__(self, width: int, hidden: int, activation: Callable[[Tensor], Tensor], *, bias: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, activation: Activation, *, bias: bool = False) -> None:
         super().__init__()
         self.activation = activation
         self.up = Linear(width, hidden, bias=bias)
@@ -197,7 +369,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to [..., width]."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+    def links(self, collector: Collector) -> list[links.Link] | None:
+        """Return the layer for a loop; see ``links.collected``."""
+        into, out = links.links_of(self.up, collector), links.links_of(self.down, collector)
+        activation = links.GELULink() if self.activation == "gelu" else links.SquaredReLULink()
+        return None if into is None or out is None else [*into, activation, *out]
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -205,11 +383,14 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu2": relu2}
+
+
 def make_ffn(kind: FFNKind, width: int, hidden: int, *, bias: bool = False) -> SwiGLU | MLP:
     """Return a feed-forward layer."""
     if kind == "swiglu":
         return SwiGLU(width, hidden, bias=bias)
-    return MLP(width, hidden, F.gelu if kind == "gelu" else relu2, bias=bias)
+    return MLP(width, hidden, kind, bias=bias)
 
 
 class Readout(nn.Module):
@@ -236,11 +417,23 @@ class Readout(nn.Module):
 
     def logits(self, x: Tensor, embedding: nn.Embedding) -> Tensor:
         """Map states that have been normed [..., width] to logits [..., vocab_size]."""
-        logits = linear(x, embedding.weight) if self.head is None else self.head(x)
+        logits = tied_logits(x, embedding) if self.head is None else self.head(x)
         if self.softcap:
             logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+
+def tied_logits(x: Tensor, embedding: nn.Embedding) -> Tensor:
+    """Return the products of x [..., width] with all embeddings, [..., vocab_size]."""
+    collector = current()
+    weight = None if collector is None else collector.find(embedding.weight)
+    if collector is None or weight is None:
+        return products.multiply(x, embedding.weight)
+    link = collector.links.get(embedding)
+    if not isinstance(link, links.LinearLink):
+        link = collector.links[embedding] = links.LinearLink(collector.product(weight), None)
+    return links.run(x, [link])
 
 
 def init_linear(

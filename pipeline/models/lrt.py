@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.models.base import ARCHITECTURES, ArchitectureConfig, Flops, Memory, count_parameters
 from pipeline.models.feedback import Feedback
+from pipeline.models.functions import rotate
 from pipeline.models.inputs import Inputs
-from pipeline.models.layers import LayerNorm, PackedLinear, RMSNorm, make_norm, matmul_flops, normed, rotate
+from pipeline.models.layers import LayerNorm, Linear, PackedLinear, RMSNorm, make_norm, matmul_flops, normed
 from pipeline.models.memory import KeyValueMemory, Step
-from pipeline.models.products import Linear
 from pipeline.models.stack import Block, StackArchitecture, StackConfig
 
 
@@ -74,6 +74,8 @@ class Recurrent(NamedTuple):
 
 class LRTBlock(Block):
     """A block whose residual stream, keys and values take in the state."""
+
+    mixes = True
 
     def __init__(self, config: LRTConfig) -> None:
         super().__init__(config, config)

@@ -7,12 +7,22 @@ a capacity lends its buffers to the next, so only the newest of those may go on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeline.models.inputs import Inputs, pick
+from pipeline.models.buffers import Buffers, window_size
+from pipeline.models.inference import Attention
+from pipeline.models.inputs import Inputs, Visibility, pick
+from pipeline.models.layers import attend
+
+Attends = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
+"""Attention of queries to their own keys and values, and to what else is remembered."""
+Recalls = Callable[[Tensor, Visibility, float], Tensor]
+"""Attention of queries to what is remembered alone."""
 
 
 @dataclass
@@ -21,15 +31,16 @@ class KeyValueMemory:
 
     Attributes:
         window: W: only the newest W - 1 positions are kept for the next step; None keeps all.
-        capacity: positions for which buffers are set aside once and written in place; only without a window, only
-            outside autograd. None concatenates.
+        capacity: positions for which buffers are set aside once and written in place, only outside autograd. With a
+            window they are hardly longer than it, and take positions without end. None concatenates.
         index: row index of each slot, int64 [rows or 1, m]; None while empty.
-        keys: for each layer [rows, heads, m, head_dim]; with a capacity, that many positions long.
+        keys: for each layer [rows, heads, m, head_dim]; with a capacity and no window, that many positions long.
         values: likewise.
         gaps: some slots are empty (index -1).
         stop: row index after the last position taken in.
         rewrites: positions that it holds already get new keys and values in the place of the old, and no window is cut,
             since queries anywhere in the row must find theirs.
+        buffers: where keys and values lie, with a capacity; None while empty.
     """
 
     window: int | None = None
@@ -40,6 +51,7 @@ class KeyValueMemory:
     gaps: bool = False
     stop: int = 0
     rewrites: bool = False
+    buffers: Buffers | None = None
 
     @property
     def length(self) -> int:
@@ -50,6 +62,8 @@ class KeyValueMemory:
         """Open the memory for new positions, or for some that it holds if it is rewritable."""
         if self.rewrites and self.index is not None and inputs.stop <= self.stop:
             return Rewriting(self, inputs)
+        if self.capacity is not None and self.window != 1:
+            return BufferedStep(self, inputs)
         return Step(self, inputs)
 
     def rewritable(self) -> KeyValueMemory:
@@ -66,12 +80,41 @@ class KeyValueMemory:
         return replace(self, keys=keys, values=values)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Keys and values that all positions of a row share, where key j belongs to row index j.
+
+    Attributes:
+        key: [rows, heads, m, head_dim].
+        value: likewise.
+    """
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def length(self) -> int:
+        """Number of keys."""
+        return self.key.shape[2]
+
+    def attend(self, reach: int, query: Tensor, visible: Visibility, dropout: float = 0.0) -> Tensor:
+        """Attend to the first ``reach`` keys; see ``layers.attend``."""
+        return attend(query, self.key[:, :, :reach], self.value[:, :, :reach], visible, dropout)
+
+    def attention(self, reach: int) -> Recalls:
+        """Return ``attend`` to the first ``reach`` keys."""
+        return Attention(partial(self.attend, reach))
+
+
 class Step:
     """A memory with the positions of one call joined to it.
 
     Attributes:
         key_index: row index of every slot, old ones first, int64 [rows or 1, m + n].
+        slices: ``attend`` leaves out keys that are too far back for all queries (``Visibility.newest``).
     """
+
+    slices = False
 
     def __init__(self, memory: KeyValueMemory, inputs: Inputs) -> None:
         self._memory = memory
@@ -79,11 +122,15 @@ class Step:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._gaps = memory.gaps or inputs.valid is not None
-        index = inputs.key_index
-        if memory.index is not None:
-            rows = max(index.shape[0], memory.index.shape[0])
-            index = torch.cat([memory.index.expand(rows, -1), index.expand(rows, -1)], dim=1)
-        self.key_index = index
+        self.key_index = self._joined(inputs.key_index)
+
+    def _joined(self, index: Tensor) -> Tensor:
+        """Return the row indices of new slots, int64 [rows or 1, n], behind those of the old ones."""
+        old = self._memory.index
+        if old is None:
+            return index
+        rows = max(index.shape[0], old.shape[0])
+        return torch.cat([old.expand(rows, -1), index.expand(rows, -1)], dim=1)
 
     @property
     def same(self) -> bool:
@@ -100,35 +147,24 @@ class Step:
         """A layer may be computed again in backward: its keys and values are written to no buffer in place."""
         return self._memory.rewrites and self._memory.capacity is None
 
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0
+    ) -> Tensor:
+        """Add a layer's keys and values [rows, n, heads, head_dim], and attend to all; see ``layers.attend``."""
+        return attend(query, *self.join(layer, key.transpose(1, 2), value.transpose(1, 2)), visible, dropout)
+
+    def attention(self, layer: int) -> Attends:
+        """Return ``attend`` of a layer."""
+        return Attention(partial(self.attend, layer))
+
     def join(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's keys and values [rows, heads, n, head_dim]; return them behind the old ones."""
-        old = self._memory.length
-        if self._memory.capacity is not None and self._memory.window is None:
-            return self._write(layer, old, key, value)
         keys, values = key, value
-        if old:
+        if self._memory.length:
             keys = torch.cat([self._memory.keys[layer], key], dim=2)
             values = torch.cat([self._memory.values[layer], value], dim=2)
         self._keys[layer], self._values[layer] = keys, values
         return keys, values
-
-    def _write(self, layer: int, old: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write into the layer's buffers; return the parts in use."""
-        capacity, stop = self._memory.capacity or 0, old + self._new
-        if stop > capacity and not self._gaps:
-            raise ValueError(f"memory of {capacity} positions cannot take {stop}")
-        if old and stop <= self._memory.keys[layer].shape[2]:
-            keys, values = self._memory.keys[layer], self._memory.values[layer]
-        else:  # the first positions, or so many empty slots among them that the buffers are too short
-            shape = (*key.shape[:2], capacity if stop <= capacity else 2 * stop, key.shape[3])
-            keys, values = key.new_empty(shape), value.new_empty(shape)
-            if old:
-                keys[:, :, :old] = self._memory.keys[layer][:, :, :old]
-                values[:, :, :old] = self._memory.values[layer][:, :, :old]
-        keys[:, :, old:stop] = key
-        values[:, :, old:stop] = value
-        self._keys[layer], self._values[layer] = keys, values
-        return keys[:, :, :stop], values[:, :, :stop]
 
     def close(self) -> KeyValueMemory:
         """Return the memory for the next call: all slots, or the newest that its window still reaches."""
@@ -136,6 +172,60 @@ class Step:
         keys, values = [self._keys[layer] for layer in layers], [self._values[layer] for layer in layers]
         index, stop = self.key_index, max(self._stop, self._memory.stop)
         return cut(replace(self._memory, index=index, keys=keys, values=values, gaps=self._gaps, stop=stop))
+
+
+class BufferedStep(Step):
+    """A memory with a capacity, to whose buffers the positions of one call are written.
+
+    A call of more positions than a window's buffers take is joined as without them; what the window still reaches is
+    written to them at the next.
+    """
+
+    slices = True
+
+    def __init__(self, memory: KeyValueMemory, inputs: Inputs) -> None:
+        capacity, used, wanted = memory.capacity or 0, memory.length, memory.length + inputs.length
+        gaps = memory.gaps or inputs.valid is not None
+        if memory.window is None and wanted > capacity and not gaps:
+            raise ValueError(f"memory of {capacity} positions cannot take {wanted}")
+        size = capacity if memory.window is None else window_size(memory.window, capacity)
+        buffers = memory.buffers or Buffers(size)
+        if used and not buffers.holds(memory.keys, memory.values):  # they were made anew elsewhere
+            assert memory.index is not None
+            buffers = Buffers(max(size, used))
+            buffers.fill(memory.index, memory.keys, memory.values)
+        self._buffers, self._used = buffers, used
+        self._fits = memory.window is None or memory.rewrites or wanted <= buffers.size
+        super().__init__(memory, inputs)
+
+    def _joined(self, index: Tensor) -> Tensor:
+        return self._buffers.admit(index, self._used) if self._fits else super()._joined(index)
+
+    def join(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's keys and values [rows, heads, n, head_dim]; return them behind the old ones."""
+        if self._fits:
+            return self._buffers.write(layer, self._used, key, value)
+        return super().join(layer, key, value)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0
+    ) -> Tensor:
+        """Add a layer's keys and values, and attend to those in reach; see ``Step.attend``."""
+        keys, values = self.join(layer, key.transpose(1, 2), value.transpose(1, 2))
+        if visible.newest is not None:
+            keys, values = keys[:, :, -visible.newest :], values[:, :, -visible.newest :]
+        return attend(query, keys, values, visible, dropout)
+
+    def close(self) -> KeyValueMemory:
+        """Return the memory for the next call; see ``Step.close``."""
+        if not self._fits:
+            return super().close()
+        old, buffers, used = self._memory, self._buffers, self._used + self._new
+        if old.window is not None and not old.rewrites and not self._gaps:
+            used = buffers.keep(used, old.window - 1)
+        keys, values = buffers.held(None if old.window is None else used)
+        index, stop = buffers.index(used), max(self._stop, old.stop)
+        return cut(replace(old, index=index, keys=keys, values=values, gaps=self._gaps, stop=stop, buffers=buffers))
 
 
 class Rewriting(Step):

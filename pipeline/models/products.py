@@ -10,29 +10,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # Below so many multiply-adds oneDNN's call costs more than its kernel saves.
 LEAST_WORK = 1 << 20
-# From so many rows on a weight is put into oneDNN's own layout for a single product.
-REORDER_ROWS = 512
-# From so many rows on a weight's gradient may be taken transposed.
-TURN_ROWS = 2048
+# A weight that is put into oneDNN's own layout once and for many products is read faster from so many elements on, ...
+LEAST_HELD = 1 << 16
+# ... in the layout for so many rows at least: with that for fewer, products of few rows read no faster than without.
+HELD_ROWS = 16
+# From so many rows on a weight is put into oneDNN's own layout for a single product: it takes as long as a hundred rows
+# and makes the product a twentieth faster.
+REORDER_ROWS = 4096
 
 _POINTWISE = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 _REORDER = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _POINTWISE is not None else None
+if _POINTWISE is not None:
+    _POINTWISE = _POINTWISE.default
 
 
-class Linear(nn.Linear):
-    """``nn.Linear`` by the fastest kernel at hand."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, [..., out].
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, [..., out], in autograd.
 
     Args:
         x: [..., in].
@@ -47,12 +44,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def serves(x: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN takes a product, rather than what torch would call."""
+    return x.numel() * weight.shape[0] >= LEAST_WORK and takes(x, weight)
+
+
+def serves_held(x: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN takes a product with a weight that is held in its layout (``held``)."""
+    return (weight.numel() >= LEAST_HELD or x.numel() * weight.shape[0] >= LEAST_WORK) and takes(x, weight)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN can take a product."""
     return (
         _REORDER is not None
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
         and x.device.type == "cpu"
-        and x.numel() * weight.shape[0] >= LEAST_WORK
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.maybe_current_level()
@@ -66,6 +72,11 @@ def reordered(weight: Tensor, rows: int) -> Tensor:
     return packed
 
 
+def held(weight: Tensor, rows: int) -> Tensor:
+    """Return a float32 weight [out, in] in the layout for many products of so many rows each."""
+    return reordered(weight, max(rows, HELD_ROWS))
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b [rows, out] outside autograd, for x [rows, in] and a weight [out, in], reordered or not."""
     assert _POINTWISE is not None
@@ -77,8 +88,9 @@ def weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
     """Return gradient^T x, [out, in], for x [rows, in] and a gradient [rows, out]."""
     if not serves(x, gradient.t()):
         return gradient.t() @ x
-    # The kernel is faster on a wide result than on a tall one; over few rows, turning it afterwards costs more.
-    if x.shape[1] < gradient.shape[1] and x.shape[0] >= TURN_ROWS:
+    rows, width, height = *x.shape, gradient.shape[1]
+    # The first factor is copied, which takes longer than its share; so is a result that must be turned afterwards.
+    if (height - width) * rows > height * width:
         return product(x.t(), gradient.t()).t()
     return product(gradient.t(), x.t())
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.models import links
 from pipeline.models.base import (
     ARCHITECTURES,
     MOST_LAYERS,
@@ -38,23 +37,22 @@ from pipeline.models.layers import (
     MLP,
     CrossAttention,
     HeadNorms,
+    Linear,
     PackedLinear,
     SelfAttention,
     SwiGLU,
-    attend,
+    add_branch,
+    attend_same,
     init_linear,
     init_matrix,
     make_ffn,
     make_norm,
     matmul_flops,
-    normed,
-    rotate,
+    turned,
 )
-from pipeline.models.memory import KeyValueMemory
-from pipeline.models.products import Linear
+from pipeline.models.memory import Attends, KeyValueMemory, Recalls, Shared
 from pipeline.models.stack import (
     Block,
-    Join,
     Stack,
     attention_flops,
     make_head_norms,
@@ -146,16 +144,16 @@ class EncoderMemory(nn.Module):
         self.qk_norm = config.qk_norm
         self.head_norms = nn.ModuleList(norm for norm in norms if norm is not None)
 
-    def forward(self, entry: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each group keys and values [rows, kv_heads, n, head_dim] of entry [rows, n, width]."""
+    def forward(self, entry: Tensor, cos: Tensor, sin: Tensor) -> list[Shared]:
+        """Return for each group the keys and values of entry [rows, n, width]."""
         x = self.norm(entry)
         memories = []
         for group, projection in enumerate(self.key_value):
             key, value = projection(x).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=2)
             norms = self.head_norms[group] if self.qk_norm else None
             assert norms is None or isinstance(norms, HeadNorms)
-            key = rotate(normed(key, norms, "key"), cos, sin)
-            memories.append((key.transpose(1, 2), value.transpose(1, 2)))
+            key = turned(key, norms, "key", cos, sin)
+            memories.append(Shared(key.transpose(1, 2), value.transpose(1, 2)))
         return memories
 
 
@@ -184,8 +182,8 @@ class DecoderBlock(nn.Module):
         cos: Tensor,
         sin: Tensor,
         window: Visibility,
-        join: Join | None,
-        memory: tuple[Tensor, Tensor],
+        attends: Attends,
+        recalls: Recalls,
         past: Visibility,
         twin: Block,
     ) -> Tensor:
@@ -196,26 +194,28 @@ class DecoderBlock(nn.Module):
             cos: rotation table.
             sin: rotation table.
             window: what self-attention sees.
-            join: adds the keys and values of earlier decoder positions.
-            memory: keys and values of the encoder's memory.
+            attends: self-attention, to earlier decoder positions too.
+            recalls: cross-attention, to the encoder's memory.
             past: what cross-attention sees.
             twin: encoder block whose weights stand in for those that a tied decoder lacks.
         """
         attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
-        query, key, value = attention.project(self.attention_norm(z))
-        query = rotate(normed(query, self.head_norms, "query"), cos, sin)
-        key = rotate(normed(key, self.head_norms, "key"), cos, sin)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if join is not None:
-            key, value = join(key, value)
         dropout = self.dropout if self.training else 0.0
-        z = z + self._drop(attention.output(attend(query, key, value, window, dropout).flatten(2)))
-        query = self.cross.project(self.cross_norm(z), cos, sin, self.cross_head_norms)
-        z = z + self._drop(self.cross.output(attend(query, *memory, past, dropout).flatten(2)))
-        return z + self._drop(ffn(self.ffn_norm(z)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        if not dropout:
+            rotation = links.RotationLink(cos, sin)
+            branches = (
+                attention.links(self.attention_norm, self.head_norms, rotation, attends, window),
+                self.cross.links(self.cross_norm, self.cross_head_norms, rotation, recalls, past),
+                links.collected(self.ffn_norm, ffn),
+            )
+            collected = [branch for branch in branches if branch is not None]
+            if len(collected) == len(branches):
+                return links.residual(z, collected, 1.0)
+        query, key, value = attention.enter(z, self.attention_norm, self.head_norms, cos, sin)
+        z = add_branch(z, attends(query, key, value, window, dropout).flatten(2), attention.output, dropout=dropout)
+        query = self.cross.enter(z, self.cross_norm, self.cross_head_norms, cos, sin)
+        z = add_branch(z, recalls(query, past, dropout).flatten(2), self.cross.output, dropout=dropout)
+        return add_branch(z, z, self.ffn_norm, ffn, dropout=dropout)
 
 
 @ARCHITECTURES.register("rlt")
@@ -267,7 +267,7 @@ class RLT(Architecture):
         return {
             "encoder": KeyValueMemory(capacity=capacity),
             "shared": KeyValueMemory(capacity=capacity),
-            "decoder": KeyValueMemory(window=self.settings.window),
+            "decoder": KeyValueMemory(window=self.settings.window, capacity=capacity),
         }
 
     def initial_feedback(self, rows: int) -> Feedback:
@@ -278,14 +278,14 @@ class RLT(Architecture):
         self, tokens: Tensor, index: Tensor, starts: Tensor | None, memory: Memory | None = None
     ) -> tuple[Inputs, Memory]:
         """Run the encoder and make its memory; see ``Architecture.prepare``."""
-        x, values = self.embed(tokens, index, starts)
         stop = tokens.shape[1] + (0 if memory is None else memory["encoder"].stop)
+        x, values = self.embed(tokens, index, starts, stop)
         inputs = Inputs(index, starts, stop, values)
         entry, _, encoder = self.encoder.run(self, x, inputs, None if memory is None else memory["encoder"])
         shared = [] if self.memory is None else self.memory(entry, values["cos"], values["sin"])
         if memory is not None and encoder is not None:
             step = memory["shared"].step(inputs)
-            shared = [step.join(group, key, value) for group, (key, value) in enumerate(shared)]
+            shared = [Shared(*step.join(group, each.key, each.value)) for group, each in enumerate(shared)]
             memory = {**memory, "encoder": encoder, "shared": step.close()}
         return Inputs(index, starts, stop, {**values, "entry": entry}, tuple(shared)), memory or {}
 
@@ -307,8 +307,8 @@ class RLT(Architecture):
             return z, memory or {}
         step = None if memory is None else memory["decoder"].step(inputs)
         window = stack_visibility(inputs, step, self.settings.window)
-        shared = [(key[:, :, : inputs.stop], value[:, :, : inputs.stop]) for key, value in inputs.shared]
-        past = self._past(inputs, shared[0][0])
+        reach = min(inputs.stop, inputs.shared[0].length)
+        past = self._past(inputs, reach)
         groups = self.settings.memory_groups
         for layer, block in enumerate(self.decoder):
             z = self.run_block(
@@ -317,8 +317,8 @@ class RLT(Architecture):
                 inputs.values["cos"],
                 inputs.values["sin"],
                 window,
-                None if step is None else partial(step.join, layer),
-                shared[layer * groups // len(self.decoder)],
+                attend_same if step is None else step.attention(layer),
+                inputs.shared[layer * groups // len(self.decoder)].attention(reach),
                 past,
                 self.encoder[min(layer, len(self.encoder) - 1)],
                 parallel=step is None or step.recomputes,
@@ -328,10 +328,11 @@ class RLT(Architecture):
         return z, memory or {}
 
     @staticmethod
-    def _past(inputs: Inputs, key: Tensor) -> Visibility:
-        """Return what the positions see of the encoder's memory, whose keys lie in row order."""
-        count = key.shape[2]
-        index = torch.arange(count, device=key.device)[None]
+    def _past(inputs: Inputs, count: int) -> Visibility:
+        """Return what the positions see of the encoder's memory, whose first ``count`` keys lie in row order."""
+        if inputs.length == 1 and inputs.starts is None and inputs.valid is None:
+            return Visibility(None)
+        index = torch.arange(count, device=inputs.index.device)[None]
         return visibility(inputs, index, None, same=count == inputs.length, exact=True)
 
     def dormant_parameters(self) -> Iterator[nn.Parameter]:

@@ -5,33 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.models import links
 from pipeline.models.base import MOST_LAYERS, Architecture, ArchitectureConfig, Flops, Memory, count_parameters
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
     HeadNorms,
+    Linear,
     SelfAttention,
-    attend,
+    add_branch,
+    attend_same,
     make_ffn,
     make_norm,
     matmul_flops,
-    normed,
-    rotate,
+    turned,
 )
-from pipeline.models.memory import KeyValueMemory, Step
-from pipeline.models.products import Linear
-
-Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-KeysValues = tuple[Tensor, Tensor]
+from pipeline.models.memory import Attends, KeyValueMemory, Step
 
 
 @dataclass
@@ -93,7 +89,12 @@ class Block(nn.Module):
     Args:
         config: sizes and kinds of layers.
         stack: settings of the stack that the block belongs to, if it is one with settings of its own.
+
+    Attributes:
+        mixes: keys and values take in more than the block's projections (``mix``).
     """
+
+    mixes: ClassVar[bool] = False
 
     def __init__(self, config: ArchitectureConfig, stack: StackConfig | None = None) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         visible: Visibility,
-        join: Join | None,
+        attends: Attends,
         first: Tensor | None = None,
         token_value: Tensor | None = None,
         extra: Any = None,
@@ -145,7 +146,7 @@ class Block(nn.Module):
             cos: rotation table.
             sin: rotation table.
             visible: what attention sees.
-            join: adds the keys and values of other positions.
+            attends: attention, to what else is remembered too.
             first: what entered the stack (``residual_scalars``).
             token_value: the token's embedding among the values, [rows, n, kv_heads * head_dim] (``value_embeddings``).
             extra: whatever a subclass is fed.
@@ -154,22 +155,30 @@ class Block(nn.Module):
             assert first is not None
             x = self.residual_mix[0] * x + self.residual_mix[1] * first
         x = self.enter(x, extra)
-        inner = self.attention_norm(x)
-        query, key, value = self.attention.project(inner)
-        if self.value_gate is not None:
-            assert token_value is not None
-            token_value = token_value.view(value.shape) * (2 * torch.sigmoid(self.value_gate(inner)))[..., None]
-        key, value = self.mix(inner, key, value, token_value, extra)
-        query = rotate(normed(query, self.head_norms, "query"), cos, sin)
-        key = rotate(normed(key, self.head_norms, "key"), cos, sin)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if join is not None:
-            key, value = join(key, value)
-        out = attend(query, key, value, visible, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        plain = not (self.mixes or self.value_gate is not None or self.attention_gate is not None)
+        if plain and not dropout:
+            rotation = links.RotationLink(cos, sin)
+            attention = self.attention.links(self.attention_norm, self.head_norms, rotation, attends, visible)
+            ffn = links.collected(self.ffn_norm, self.ffn)
+            if attention is not None and ffn is not None:
+                return links.residual(x, (attention, ffn), self.scale)
+        if not plain:
+            inner = self.attention_norm(x)
+            query, key, value = self.attention.project(inner)
+            if self.value_gate is not None:
+                assert token_value is not None
+                token_value = token_value.view(value.shape) * (2 * torch.sigmoid(self.value_gate(inner)))[..., None]
+            key, value = self.mix(inner, key, value, token_value, extra)
+            query = turned(query, self.head_norms, "query", cos, sin)
+            key = turned(key, self.head_norms, "key", cos, sin)
+        else:
+            query, key, value = self.attention.enter(x, self.attention_norm, self.head_norms, cos, sin)
+        out = attends(query, key, value, visible, dropout)
         if self.attention_gate is not None:
             out = out * torch.sigmoid(self.attention_gate(inner))[..., None]
-        x = self._add(x, self.attention.output(out.flatten(2)))
-        return self._add(x, self.ffn(self.ffn_norm(x)))
+        x = add_branch(x, out.flatten(2), self.attention.output, dropout=dropout, scale=self.scale)
+        return add_branch(x, x, self.ffn_norm, self.ffn, dropout=dropout, scale=self.scale)
 
     def enter(self, x: Tensor, extra: Any) -> Tensor:
         """Return the residual stream x [rows, n, width] as the block takes it in."""
@@ -180,11 +189,6 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values [rows, n, kv_heads, head_dim] with all that is added to the block's projections."""
         return key, value if token_value is None else value + token_value
-
-    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
-        if self.dropout and self.training:
-            branch = F.dropout(branch, self.dropout)
-        return x + branch if self.scale == 1.0 else torch.add(x, branch, alpha=self.scale)
 
 
 def make_head_norms(config: ArchitectureConfig, *, key: bool = True, query: bool = True) -> HeadNorms | None:
@@ -236,7 +240,7 @@ class Stack(nn.ModuleList):
                 x,
                 *tables,
                 seen[window],
-                None if step is None else partial(step.join, layer),
+                attend_same if step is None else step.attention(layer),
                 inputs.values.get("first"),
                 inputs.values.get(f"value_embedding_{layer}"),
                 None if extras is None else extras(layer),
@@ -252,6 +256,9 @@ def stack_visibility(inputs: Inputs, step: Step | None, window: int | None) -> V
     if step is None:
         return visibility(inputs, inputs.key_index, window, same=True, exact=False)
     reached = window is None or step.key_index.shape[1] <= window
+    if window is not None and not reached and getattr(step, "slices", False) and step.exact and inputs.length == 1:
+        seen = visibility(inputs, step.key_index[:, -window:], window, same=False, exact=True)
+        return replace(seen, newest=window)
     return visibility(inputs, step.key_index, window, same=step.same, exact=step.exact and reached)
 
 
@@ -316,7 +323,8 @@ class StackArchitecture(Architecture):
         self, tokens: Tensor, index: Tensor, starts: Tensor | None, memory: Memory | None = None
     ) -> tuple[Inputs, Memory]:
         """Embed the tokens; see ``Architecture.prepare``."""
-        embedding, values = self.embed(tokens, index, starts)
+        stop = tokens.shape[1] + (0 if memory is None else memory["blocks"].stop)
+        embedding, values = self.embed(tokens, index, starts, stop)
         x = embedding if self.input_norm is None else self.input_norm(embedding)
         values["x"] = x
         if self.reads_embedding:
@@ -325,7 +333,6 @@ class StackArchitecture(Architecture):
             values["first"] = x
         for layer, table in enumerate(self.value_embeddings or ()):
             values[f"value_embedding_{layer}"] = table(tokens)
-        stop = tokens.shape[1] + (0 if memory is None else memory["blocks"].stop)
         return Inputs(index, starts, stop, values), memory or {}
 
     def advance(self, inputs: Inputs, feedback: Feedback | None, memory: Memory | None = None) -> tuple[Tensor, Memory]:

@@ -110,7 +110,8 @@ class Wordless(RLT):
             return inputs, after
         old = memory["shared"].length
         shared = tuple(
-            (torch.cat([0 * key[:, :, :old], key[:, :, old:]], dim=2), value) for key, value in inputs.shared
+            replace(each, key=torch.cat([0 * each.key[:, :, :old], each.key[:, :, old:]], dim=2))
+            for each in inputs.shared
         )
         return replace(inputs, shared=shared), after
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.models.inputs import Inputs, Visibility, pick, visibility
-from pipeline.models.memory import KeyValueMemory, newest
+from pipeline.models.memory import KeyValueMemory, Shared, newest
 from tests.models.cases import random, starts_of
 
 
@@ -52,7 +52,7 @@ def test_cut_and_gather():
 @pytest.mark.parametrize("documents", [False, True])
 def test_strided(step, start, documents):
     starts = torch.tensor([[0, 0, 12, 12, 12], [0, 11, 11, 13, 13]]) if documents else None
-    each, memory = torch.arange(20).reshape(2, 5, 2), (torch.zeros(2, 1, 15, 4), torch.ones(2, 1, 15, 4))
+    each, memory = torch.arange(20).reshape(2, 5, 2), Shared(torch.zeros(2, 1, 15, 4), torch.ones(2, 1, 15, 4))
     inputs = replace(make_inputs(10, 15, starts=starts, each=each, one=torch.arange(5)[None]), shared=(memory,))
     part = inputs.strided(start, step, 15)
     places = list(range(start, 5, step))

@@ -19,6 +19,7 @@ from pipeline.models.layers import (
     SelfAttention,
     SwiGLU,
     attend,
+    attend_same,
     init_linear,
     matmul_flops,
     normed,
@@ -175,16 +176,16 @@ def test_values_are_neither_normed_nor_rotated():
     block = make_model(Transformer, config).blocks[0]
     found = []
 
-    def join(key, value):
+    def attends(query, key, value, visible, dropout):
         found.append((key, value))
-        return key, value
+        return attend_same(query, key, value, visible, dropout)
 
     for offset, norms in ((0, block.head_norms), (5, block.head_norms), (0, None)):
         block.head_norms = norms
         tables = rotation(torch.arange(offset, offset + 3)[None], 8, 100.0, torch.float64, "geometric")
-        block(x, *tables, Visibility(None, causal=True), join)
+        block(x, *tables, Visibility(None, causal=True), attends)
     (key, value), *others = found
-    assert torch.equal(value.transpose(1, 2), block.attention.project(block.attention_norm(x))[2])
+    assert torch.equal(value, block.attention.project(block.attention_norm(x))[2])
     for other_key, other_value in others:
         assert torch.equal(value, other_value)
         assert float((key - other_key).abs().max()) > 1e-3

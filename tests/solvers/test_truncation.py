@@ -104,11 +104,16 @@ def test_the_encoder_still_learns_across_windows():
 def test_with_activation_checkpointing(cls):
     model, tokens = model_and_tokens(cls)
     for settings in ({"truncation": 5}, {"truncation": 6, "interval": 2}):
-        expected = gradients(model, chunked(**settings).run(model, tokens).states)
-        again = chunked(**settings, activation_checkpointing=True, segment_length=2)
-        again.adapt(model)
-        found = gradients(model, again.run(model, tokens).states)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for loop in ("fast", "autograd"):
+            expected = gradients(model, chunked(**settings, loop=loop).run(model, tokens).states)
+            again = chunked(**settings, loop=loop, activation_checkpointing=True, segment_length=2)
+            again.adapt(model)
+            found = gradients(model, again.run(model, tokens).states)
+            for name in expected:
+                if loop == "autograd":
+                    assert torch.equal(found[name], expected[name])
+                else:  # rows of a weight's gradient are summed in other groups
+                    assert torch.allclose(found[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
 def test_mistakes():

@@ -1,0 +1,427 @@
+"""Keys, values and their gradients while a loop runs forward through time, and backward again.
+
+Every layer has one buffer for its keys and one for its values; a step writes its own and attends to a slice, so that
+nothing is joined or copied. Backward goes from the last step to the first. The gradient of a step's keys and values is
+complete once all later steps have been through; these add to it in place. What a step adds to keys that lie further
+back than its own tile of time is put aside, and taken for all steps of the tile at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.models.inputs import Inputs, Visibility
+
+TILE = 64
+"""Slots of time whose part in the gradients of older keys and values is taken at once."""
+KEPT_KEYS = 128
+"""Attention weights of so many keys or less are kept for backward; of more, they are computed again."""
+
+
+class LoopMemory:
+    """The keys and values of one stack of layers for all slots of a loop.
+
+    It stands in for a ``KeyValueMemory`` in ``advance``.
+
+    Attributes:
+        index: row index of each slot, int64 [rows or 1, slots]; -1 for an empty slot.
+        window: only so many slots, the newest, are attended to; None for all.
+        gaps: some slots are empty.
+        begin: slot at which the next step begins.
+        oldest: slot before which nothing is within the window of the next step.
+        live: slot before which keys and values are constants to the next step (truncated backpropagation).
+    """
+
+    def __init__(self, index: Tensor, window: int | None, *, gaps: bool) -> None:
+        self.index, self.window, self.gaps = index, window, gaps
+        self.begin = self.oldest = self.live = 0
+        self._layers: dict[int, LoopLayer] = {}
+
+    def place(self, begin: int, oldest: int, live: int) -> None:
+        """Say where the next step lies; see the attributes."""
+        self.begin, self.oldest, self.live = begin, oldest, live
+
+    def step(self, inputs: Inputs) -> LoopStep:
+        """Open the memory for the positions of a step."""
+        return LoopStep(self, inputs.length)
+
+    def layer(self, number: int, key: Tensor) -> LoopLayer:
+        """Return the buffers of a layer, made at its first key [rows, n, heads, head_dim]."""
+        found = self._layers.get(number)
+        if found is None:
+            rows, _, heads, head_dim = key.shape
+            shape = (rows * heads, self.index.shape[1], head_dim)
+            found = self._layers[number] = LoopLayer(key.new_empty(shape), key.new_empty(shape))
+        return found
+
+
+class LoopStep:
+    """A loop's memory with the slots of one step joined to it; see ``memory.Step``."""
+
+    recomputes = False
+
+    def __init__(self, memory: LoopMemory, length: int) -> None:
+        self._memory = memory
+        first, begin = memory.oldest, memory.begin
+        self._span = Span(first, max(first, memory.live), begin, begin + length)
+        self.key_index = memory.index[:, first : begin + length]
+
+    @property
+    def same(self) -> bool:
+        """The slots are those of the new positions alone."""
+        return self._span.first == self._span.begin
+
+    @property
+    def exact(self) -> bool:
+        """No slot is empty, and none lies after the new positions."""
+        return not self._memory.gaps
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0
+    ) -> Tensor:
+        """Add a layer's keys and values [rows, n, heads, head_dim], and attend to all; see ``layers.attend``."""
+        result: Tensor = _SelfAttention.apply(query, key, value, self.link(layer, visible, dropout))
+        return result
+
+    def attention(self, layer: int) -> LoopAttention:
+        """Return ``attend`` of a layer."""
+        return LoopAttention(partial(self.attend, layer), partial(self.link, layer))
+
+    def link(self, layer: int, visible: Visibility, dropout: float = 0.0) -> SelfAttentionLink:
+        """Return ``attend`` of a layer as a link."""
+        return SelfAttentionLink(self._memory, layer, self._span, visible, dropout)
+
+    def close(self) -> LoopMemory:
+        """Return the memory for the next step."""
+        return self._memory
+
+
+@dataclass(frozen=True)
+class LoopAttention:
+    """Attention as a function in autograd, and as what makes a link.
+
+    Attributes:
+        attend: of queries, and keys and values if they are the step's own, what they see, and dropout.
+        link: of what queries see, and dropout.
+    """
+
+    attend: Callable[..., Tensor]
+    link: Callable[[Visibility, float], AttentionLink]
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Attend."""
+        return self.attend(*args)
+
+
+class LoopShared:
+    """Keys and values that all positions of a row share; see ``memory.Shared``.
+
+    Args:
+        key: [rows, heads, m, head_dim].
+        value: likewise.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self._shape = key.shape
+        self._layer = LoopLayer(key.flatten(0, 1).contiguous(), value.flatten(0, 1).contiguous())
+
+    @property
+    def length(self) -> int:
+        """Number of keys."""
+        return self._shape[2]
+
+    def attend(self, reach: int, query: Tensor, visible: Visibility, dropout: float = 0.0) -> Tensor:
+        """Attend to the first ``reach`` keys; see ``layers.attend``."""
+        result: Tensor = _CrossAttention.apply(query, self.link(reach, visible, dropout))
+        return result
+
+    def attention(self, reach: int) -> LoopAttention:
+        """Return ``attend`` to the first ``reach`` keys."""
+        return LoopAttention(partial(self.attend, reach), partial(self.link, reach))
+
+    def link(self, reach: int, visible: Visibility, dropout: float = 0.0) -> AttentionLink:
+        """Return ``attend`` as a link."""
+        return AttentionLink(self._layer, Span(0, 0, reach, reach), visible, dropout)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the keys and of the values, [rows, heads, m, head_dim]."""
+        self._layer.take()
+        keys, values = self._layer.key_gradients, self._layer.value_gradients
+        return keys.view(self._shape), values.view(self._shape)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Slots that a step attends to.
+
+    Attributes:
+        first: the oldest.
+        live: the oldest whose keys and values are no constants.
+        begin: the oldest of the step's own.
+        stop: behind the newest.
+    """
+
+    first: int
+    live: int
+    begin: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step adds to the gradients of keys and values, as factors.
+
+    Attributes:
+        span: first and last slot.
+        query: scaled, [rows * heads, queries, head_dim].
+        scores: gradient of the scores, [rows * heads, queries, slots].
+        weights: attention weights, likewise.
+        out: gradient of what attention gave, [rows * heads, queries, head_dim].
+    """
+
+    first: int
+    stop: int
+    query: Tensor
+    scores: Tensor
+    weights: Tensor
+    out: Tensor
+
+
+class LoopLayer:
+    """Buffers of one layer's keys and values, [rows * heads, slots, head_dim]."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._parts: list[Part] = []
+        self._queries = 0
+        self._tile: int | None = None
+        self._key_gradients: Tensor | None = None
+        self._value_gradients: Tensor | None = None
+
+    @property
+    def key_gradients(self) -> Tensor:
+        """Gradient of ``keys``, in float32 at least."""
+        if self._key_gradients is None:
+            self._key_gradients = self._zeros()
+        return self._key_gradients
+
+    @property
+    def value_gradients(self) -> Tensor:
+        """Gradient of ``values``, likewise."""
+        if self._value_gradients is None:
+            self._value_gradients = self._zeros()
+        return self._value_gradients
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self.keys, dtype=torch.promote_types(torch.float32, self.keys.dtype))
+
+    def add(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Add a step's part; see ``Part`` for the factors, whose slots are those of the span."""
+        tile = span.begin // TILE
+        if self._tile is not None and tile != self._tile:
+            self.take()
+        self._tile = tile
+        near = max(span.live, min(span.begin, tile * TILE))
+        if near < span.stop:
+            self._add_now(
+                Part(near, span.stop, query, scores[..., near - span.first :], weights[..., near - span.first :], out)
+            )
+        if span.live < near:
+            far = slice(span.live - span.first, near - span.first)
+            self._put_aside(Part(span.live, near, query, scores[..., far], weights[..., far], out))
+
+    def add_shared(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Add a step's part to keys and values whose gradients no step waits for."""
+        self._put_aside(Part(span.first, span.stop, query, scores, weights, out))
+        if self._queries >= TILE:
+            self.take()
+
+    def _put_aside(self, part: Part) -> None:
+        self._parts.append(part)
+        self._queries += part.query.shape[1]
+
+    def _add_now(self, part: Part) -> None:
+        slots = slice(part.first, part.stop)
+        keys, values = self.key_gradients[:, slots], self.value_gradients[:, slots]
+        scores, weights = part.scores.transpose(1, 2), part.weights.transpose(1, 2)
+        if part.query.shape[1] == 1:  # a product of vectors: batched products are slow at it
+            keys.addcmul_(scores, part.query)
+            values.addcmul_(weights, part.out)
+        else:
+            keys.add_(torch.bmm(scores, part.query))
+            values.add_(torch.bmm(weights, part.out))
+
+    def take(self) -> None:
+        """Add what was put aside."""
+        if not self._parts:
+            return
+        first, stop = min(part.first for part in self._parts), max(part.stop for part in self._parts)
+        query = torch.cat([part.query for part in self._parts], dim=1)
+        out = torch.cat([part.out for part in self._parts], dim=1)
+        scores = query.new_zeros(query.shape[0], query.shape[1], stop - first)
+        weights = torch.zeros_like(scores)
+        row = 0
+        for part in self._parts:
+            rows, slots = slice(row, row + part.query.shape[1]), slice(part.first - first, part.stop - first)
+            scores[:, rows, slots] = part.scores
+            weights[:, rows, slots] = part.weights
+            row = rows.stop
+        self.key_gradients[:, first:stop] += torch.bmm(scores.transpose(1, 2), query)
+        self.value_gradients[:, first:stop] += torch.bmm(weights.transpose(1, 2), out)
+        self._parts, self._queries = [], 0
+
+
+class AttentionLink:
+    """Attention to a slice of a layer's buffers, outside autograd (``links.Link``).
+
+    Args:
+        layer: buffers.
+        span: slots.
+        visible: which of them each query sees.
+        dropout: share of the attention weights set to zero.
+    """
+
+    def __init__(self, layer: LoopLayer, span: Span, visible: Visibility, dropout: float) -> None:
+        self._layer, self._span, self._visible, self._dropout = layer, span, visible, dropout
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Map queries [rows, n, heads, head_dim] to [rows, n, heads * head_dim]."""
+        layer, span = self._layer, self._span
+        rows, count, _, head_dim = x.shape
+        scaled = folded(x * (1 / math.sqrt(head_dim)), layer.keys.shape[0] // rows)
+        weights = attention_weights(scaled, layer.keys[:, span.first : span.stop], self._visible, rows, count)
+        used, kept = weights, None
+        if self._dropout:
+            used, kept = torch.native_dropout(weights, self._dropout, True)
+        few = kept is not None or span.stop - span.first <= KEPT_KEYS
+        used = used if used.dtype is scaled.dtype else used.to(scaled.dtype)
+        out = unfolded(torch.bmm(used, layer.values[:, span.first : span.stop]), rows, count)
+        return out, (scaled, weights if few else None, kept, rows, count)
+
+    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient of the queries; add those of keys and values to the layer's."""
+        of_query, factors = self._gradients(kept, gradient)
+        self._layer.add_shared(self._span, *factors)
+        return of_query
+
+    def _gradients(self, kept: Any, gradient: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Return the gradient of the queries, and the factors of those of keys and values (``Part``)."""
+        scaled, weights, mask, rows, count = kept
+        layer, span = self._layer, self._span
+        keys, values = layer.keys[:, span.first : span.stop], layer.values[:, span.first : span.stop]
+        if weights is None:
+            weights = attention_weights(scaled, keys, self._visible, rows, count)
+        head_dim, dtype = keys.shape[2], weights.dtype
+        out = folded(gradient.view(rows, count, -1, head_dim), keys.shape[0] // rows)
+        of_weights, used = torch.bmm(out, values.transpose(1, 2)), weights
+        if of_weights.dtype is not dtype:
+            of_weights, scaled, wide = of_weights.to(dtype), scaled.to(dtype), out.to(dtype)
+        else:
+            wide = out
+        if mask is not None:
+            factor = 1 / (1 - self._dropout)
+            of_weights, used = of_weights * mask * factor, weights * mask * factor
+        scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, dtype)
+        of_query = torch.bmm(scores if dtype is keys.dtype else scores.to(keys.dtype), keys)
+        of_query = of_query.mul_(1 / math.sqrt(head_dim)).view(rows, -1, count, head_dim).transpose(1, 2)
+        return of_query, (scaled, scores, used, wide)
+
+
+class SelfAttentionLink(AttentionLink):
+    """Attention to a layer's buffers, after the step's own keys and values are written to them."""
+
+    def __init__(self, memory: LoopMemory, layer: int, span: Span, visible: Visibility, dropout: float) -> None:
+        self._memory, self._number = memory, layer
+        self._span, self._visible, self._dropout = span, visible, dropout
+
+    def forward(self, x: Any) -> tuple[Tensor, Any]:
+        """Map queries [rows, n, heads, head_dim], keys and values [rows, n, kv_heads, head_dim] likewise."""
+        query, key, value = x
+        self._layer = self._memory.layer(self._number, key)
+        rows, _, heads, head_dim = key.shape
+        own = slice(self._span.begin, self._span.stop)
+        for buffer, new in ((self._layer.keys, key), (self._layer.values, value)):
+            buffer.view(rows, heads, -1, head_dim)[:, :, own] = new.transpose(1, 2)
+        return super().forward(query)
+
+    def backward(self, kept: Any, gradient: Tensor) -> Any:
+        """Return the gradients of all three; that of the step's keys and values has what later steps added."""
+        of_query, factors = self._gradients(kept, gradient)
+        layer, span, rows = self._layer, self._span, kept[3]
+        layer.add(span, *factors)
+        of_key, of_value = (
+            each.view(rows, -1, *each.shape[1:])[:, :, span.begin : span.stop].transpose(1, 2).to(layer.keys.dtype)
+            for each in (layer.key_gradients, layer.value_gradients)
+        )
+        return of_query, of_key, of_value
+
+
+class _SelfAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, link: SelfAttentionLink) -> Tensor:
+        out, ctx.kept = link.forward((query, key, value))
+        ctx.link = link
+        return out.view(query.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        of_query, of_key, of_value = ctx.link.backward(ctx.kept, outputs[0].flatten(2))
+        # The buffers will be added to again before autograd is done with these.
+        return of_query, of_key.clone(), of_value.clone(), None
+
+
+class _CrossAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, link: AttentionLink) -> Tensor:
+        out, ctx.kept = link.forward(query)
+        ctx.link = link
+        return out.view(query.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        return ctx.link.backward(ctx.kept, outputs[0].flatten(2)), None
+
+
+def folded(x: Tensor, kv_heads: int) -> Tensor:
+    """Return x [rows, n, heads, head_dim] as [rows * kv_heads, heads / kv_heads * n, head_dim]."""
+    rows, count, _, head_dim = x.shape
+    if count == 1:
+        return x.reshape(rows * kv_heads, -1, head_dim)
+    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, -1, head_dim)
+
+
+def unfolded(x: Tensor, rows: int, count: int) -> Tensor:
+    """Return what ``folded`` gave as [rows, n, heads * head_dim]."""
+    if count == 1:
+        return x.view(rows, 1, -1)
+    return x.view(rows, -1, count, x.shape[-1]).transpose(1, 2).flatten(2)
+
+
+def attention_weights(scaled: Tensor, keys: Tensor, visible: Visibility, rows: int, count: int) -> Tensor:
+    """Return softmax(q k^T), in float32 at least.
+
+    Args:
+        scaled: queries times 1 / sqrt(head_dim), [rows * kv_heads, group * n, head_dim].
+        keys: [rows * kv_heads, m, head_dim].
+        visible: which keys each query sees.
+        rows: number of rows.
+        count: n.
+    """
+    scores = torch.bmm(scaled, keys.transpose(1, 2))
+    mask = visible.mask
+    if visible.causal:
+        mask = torch.ones(count, keys.shape[1], dtype=torch.bool, device=keys.device).tril()[None, None]
+    if mask is not None:
+        by_head = scores.view(rows, -1, scaled.shape[1] // count, count, keys.shape[1])
+        by_head.masked_fill_(~mask[:, :, None], -math.inf)
+    return scores.softmax(dim=-1, dtype=torch.promote_types(torch.float32, scores.dtype))
