@@ -28,7 +28,8 @@ class SolverConfig:
     """Solver: ``parallel``, ``chunked``, ``unrolled`` or ``interleaved``."""
     activation_checkpointing: bool = False
     """Keep less for backward and compute it again: blocks of position-parallel stacks one by one, loops over time in
-    segments. The result is the same to the last bit."""
+    segments. States are the same to the last bit, and so are gradients, but for the rounding of sums that a loop takes
+    over other groups of positions."""
 
     def evaluated(self) -> SolverConfig:
         """Return the settings without those that training alone knows."""
@@ -196,6 +197,8 @@ class Solver(ABC):
             model: architecture.
             tokens: int64 [rows, n].
             starts: row index at which each position's document begins, int64 [rows, n]; None: that of the carry, or 0.
+                Best on the host, wherever the tokens are: what hangs on it is decided there, and then nothing waits
+                for the device.
             carry: from the part before; None: there is none, and none is wanted.
         """
 
@@ -234,14 +237,25 @@ def build(config: SolverConfig) -> Solver:
 
 
 def place(tokens: Tensor, starts: Tensor | None, carry: Carry | None) -> tuple[Tensor, Tensor | None]:
-    """Return the row index [1, n] of each position, and ``starts`` with the carry's filled in."""
+    """Return the row index [1, n] of each position, and ``starts`` beside the tokens, with the carry's filled in."""
     offset = 0 if carry is None else carry.length
     index = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)[None]
-    if starts is None and carry is not None and carry.starts is not None:
+    if starts is not None:
+        return index, moved(starts, tokens.device)
+    if carry is not None and carry.starts is not None:
         # Positions of the padding before a row's start make a document of their own.
         begin = carry.starts[:, None]
         starts = torch.where(index >= begin, begin, torch.zeros_like(begin))
     return index, starts
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device, without a wait for what the device has yet to do."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 MOST = 1_000_000
@@ -283,15 +297,17 @@ def shifted(model: Architecture, fed: Tensor, register: Feedback, inputs: Inputs
         register: what the first position is fed.
         inputs: the positions.
     """
+    return restarted(model, behind(register, fed[:, :-1]), inputs)
+
+
+def behind(register: Feedback, fed: Tensor) -> Feedback:
+    """Return the feedback of the register and, behind it, of states of which ``fed`` [rows, n, d] is fed back."""
     rows, length = fed.shape[:2]
-    states = torch.cat([register.states.expand(rows, -1, -1).to(fed.dtype), fed[:, :-1]], dim=1)
-    feedback = Feedback(states)
-    if register.fed is not None:
-        fed_before = register.fed.expand(-1, 1, -1)
-        feedback = Feedback(
-            states, torch.cat([fed_before, fed_before.new_ones(()).expand(len(fed_before), length - 1, 1)], 1)
-        )
-    return restarted(model, feedback, inputs)
+    states = torch.cat([register.states.expand(rows, -1, -1).to(fed.dtype), fed], dim=1)
+    if register.fed is None:
+        return Feedback(states)
+    first = register.fed.expand(-1, 1, -1)
+    return Feedback(states, torch.cat([first, first.new_ones(()).expand(len(first), length, 1)], dim=1))
 
 
 def restarted(model: Architecture, feedback: Feedback, inputs: Inputs) -> Feedback:
@@ -313,6 +329,6 @@ def single_step(model: Architecture, inputs: Inputs, memory: Memory, carry: Carr
 def residual(new: Tensor, old: Tensor) -> Tensor:
     """Return the root mean square of the change over that of ``new``, a scalar in float32 at least."""
     dtype = torch.promote_types(torch.float32, new.dtype)
-    new, old = new.to(dtype), old.to(dtype)
-    change = (new - old).square().mean()
-    return (change / new.square().mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    new = new.to(dtype)
+    change, size = torch.linalg.vector_norm(new - old), torch.linalg.vector_norm(new)
+    return change / size.clamp(min=torch.finfo(torch.float32).tiny)

@@ -35,6 +35,7 @@ from pipeline.solvers.base import (
     place,
     register_of,
 )
+from pipeline.solvers.capture import CapturedLoops
 from pipeline.solvers.chunks import Chunk, even_chunks, run_chunks, uneven_chunks
 from pipeline.solvers.loop import run_loop
 
@@ -51,13 +52,17 @@ class ChunkedConfig(SolverConfig):
     loop: Literal["fast", "autograd"] = "fast"
     """In training, the ``fast`` path through time, or autograd's own, with which it is compared: equal gradients, but
     several times the time."""
+    capture: bool = False
+    """With the fast loop, on a GPU: capture it as CUDA graphs, once for every shape of a batch, and replay them. A
+    batch runs as without it where documents within a row begin at no multiples of an interval above 1, or where
+    something is drawn at random under activation checkpointing."""
     truncation: int = 0
     """Truncated backpropagation through time: every so many positions of a row, what is fed back and the keys and
     values of the recurrent part are taken for constants. 0 lets gradients through the whole row."""
 
     def evaluated(self) -> ChunkedConfig:
         """Return the settings without those of training."""
-        return replace(self, activation_checkpointing=False, segment_length=0, truncation=0)
+        return replace(self, activation_checkpointing=False, segment_length=0, truncation=0, capture=False)
 
     def check(self) -> None:
         """Raise ConfigError on values out of range or that contradict each other."""
@@ -65,6 +70,8 @@ class ChunkedConfig(SolverConfig):
         for name in ("segment_length", "truncation"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"solver.{name} is {getattr(self, name)}; it must be at least 0")
+        if self.capture and self.loop != "fast":
+            raise ConfigError(f"solver.capture is set; it has no use with solver.loop={self.loop}")
         if 0 < self.truncation < self.interval:
             raise ConfigError(
                 f"solver.truncation is {self.truncation}; it must be 0, or at least solver.interval={self.interval}"
@@ -93,6 +100,7 @@ class Chunked(Solver):
         super().__init__(config)
         self.segment_length = config.segment_length
         self.truncation = config.truncation
+        self._captured = CapturedLoops()
 
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
@@ -128,7 +136,14 @@ class Chunked(Solver):
             chunks, places = uneven_chunks(inputs, offset, self.interval, known)
         if carry is None and self.config.loop == "fast" and torch.is_grad_enabled():
             segment, window = self._segment(inputs, len(chunks)), self._window(len(chunks))
-            states = run_loop(model, inputs, chunks, register, segment=segment, window=window)
+            settings = {"segment": segment, "window": window}
+            redrawn = segment < len(chunks) and model.training and model.draws
+            if self.config.capture and places is None and not redrawn:
+                states = self._captured.run(
+                    model, inputs, lambda held: even_chunks(held, 0, self.interval), register, **settings
+                )
+            else:
+                states = run_loop(model, inputs, chunks, register, **settings)
         else:
             states, memory, register = self._loop(model, inputs, chunks, memory, register)
         if places is not None:

@@ -111,6 +111,7 @@ class Loop:
     """One run of the loop, forward and backward; see ``run_loop`` for the arguments.
 
     Attributes:
+        parameters: trained parameters by name.
         tensors: all that gradients flow to: the first register, the inputs, what they share, the trained parameters.
     """
 
@@ -125,11 +126,11 @@ class Loop:
         window: int,
     ) -> None:
         self._model, self._chunks, self._segment, self._window = model, chunks, segment, window
-        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._values = {name: each for name, each in inputs.values.items() if each.requires_grad}
         shared = [each for each in inputs.shared if isinstance(each, Shared)]
         both = [tensor for each in shared for tensor in (each.key, each.value)]
-        self.tensors = [register.states, *self._values.values(), *both, *self._parameters.values()]
+        self.tensors = [register.states, *self._values.values(), *both, *self.parameters.values()]
         self._register = register.detached()
         self._shared = tuple(LoopShared(each.key.detach(), each.value.detach()) for each in shared)
         self._inputs = replace(
@@ -141,7 +142,7 @@ class Loop:
         self._rows = register.states.shape[0]
         longest = max(self._slots(first) for first in range(0, len(chunks), segment)) * self._rows
         rows = SEGMENT_ROWS if self._segmented else COLLECTED_ROWS
-        self._collector = Collector(self._parameters, rows, max(longest, rows) if self._segmented else longest)
+        self._collector = Collector(self.parameters, rows, max(longest, rows) if self._segmented else longest)
         self._steps = _Steps(model)
         self._kept: tuple[list[Record], dict[str, Tensor]] | None = None
         self._borders: list[tuple[Feedback, RandomState | None]] = []
@@ -187,7 +188,7 @@ class Loop:
             None if of_register is None else of_register.sum_to_size(self.tensors[0].shape),
             *(each.sum_to_size(self._values[name].shape) for name, each in of_values.items()),
             *(tensor for each in self._shared for tensor in each.gradients()),
-            *(found.get(name) for name in self._parameters),
+            *(found.get(name) for name in self.parameters),
         ]
 
     def _through(
