@@ -399,20 +399,28 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def _add_bench(verbs: Verbs) -> None:
+    from pipeline.bench import BENCHMARKS
+
     verb = _verb(verbs, "bench", "measure, and print a table", _bench)
-    verb.add_argument(
-        "benchmark",
-        choices=["data", "memory", "pairs"],
-        help="data: the stream's rate; memory: activation checkpointing; pairs: every architecture under every solver",
-    )
+    told = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    verb.add_argument("benchmark", choices=list(BENCHMARKS), metavar="BENCHMARK", help=told)
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    verb.add_argument(
+        "--shape", action="append", default=[], metavar="NAME", help="measure this size alone; may be given repeatedly"
+    )
+    verb.add_argument("--repeats", type=int, metavar="N", help="timed runs of each, of which the median counts")
+    verb.add_argument("--threads", type=int, default=0, metavar="N", help="threads of the CPU (default: its cores)")
+    verb.add_argument("--data", type=Path, metavar="FOLDER", help="pairs: prepared corpus (default: data/sotu)")
+    verb.add_argument("--install", action="store_true", help="peers: install what is missing of them first")
 
 
 def _bench(options: argparse.Namespace) -> int:
     from pipeline import bench
+    from pipeline.bench.options import Options
 
     _check_output("json", options.json, JSON)
-    return bench.run(options.benchmark, options.json)
+    wanted = Options(tuple(options.shape), options.repeats, options.data, options.install)
+    return bench.run(options.benchmark, wanted, threads=options.threads, file=options.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ ALLOWED = {
     "training": BASE
     | {"config_files", "conversion", "devices", "config", "data", "models", "solvers", "runs", "evaluation"},
     "description": BASE | {"config", "data", "models", "solvers"},
-    "bench": BASE | {"config", "data", "models", "solvers", "evaluation", "training"},
+    "bench": BASE | {"config", "data", "models", "solvers", "runs", "evaluation", "generation", "training"},
     "cli": None,  # joins all of them
     "__main__": {"cli"},
 }

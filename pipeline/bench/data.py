@@ -1,20 +1,23 @@
 """Benchmark of the training stream beside a plain numpy memory map that reads the same rows in the same order.
 
-Run it with ``python -m pipeline.bench.data``.
+The two alternate in one process. Both return int64 tensors [rows, T + 1]; the stream also checks every token's range
+and marks the documents.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from pipeline.bench.options import Options
+from pipeline.bench.table import Column, Row, Table
 from pipeline.data.loader import StreamLoader
 from pipeline.data.manifest import Manifest, Split, TokenizerEntry
 from pipeline.data.order import GlobalOrder
@@ -24,39 +27,57 @@ from pipeline.data.stream import TrainStream
 VOCAB_SIZE = 32768
 DOCUMENT_ID = 0
 SHARD_TOKENS = 1 << 22
+REPEATS = 5
 
 
-def run(
-    tokens: int = 1 << 24,
-    *,
-    sequence_lengths: tuple[int, ...] = (256, 1024),
-    tokens_per_micro_batch: int = 16384,
-    rounds: int = 5,
-    folder: str | Path | None = None,
-) -> dict[int, float]:
-    """Measure, print a table, and return the stream's rate over the memory map's for each sequence length.
+@dataclass(frozen=True)
+class Shape:
+    """Rows that are read.
 
-    The two alternate in one process. Both return int64 tensors [rows, T + 1]; the stream also checks every token's
-    range and marks the documents.
-
-    Args:
+    Attributes:
+        length: inputs of a row, T.
+        rows: rows of a micro-batch.
         tokens: tokens of the random data (documents of about 1,000 tokens, vocabulary 32,768, uint16).
-        sequence_lengths: values of T.
-        tokens_per_micro_batch: inputs of a micro-batch.
-        rounds: timings of each, of which the median counts.
-        folder: where to put the data; a temporary folder by default.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        manifest, plain = _make_data(Path(place), tokens)
-        print(f"{'T':>6} {'rows':>5} {'memmap Mtok/s':>14} {'stream Mtok/s':>14} {'ratio':>6} {'2 workers Mtok/s':>17}")
-        result = {}
-        for length in sequence_lengths:
-            rows = max(1, tokens_per_micro_batch // length)
-            result[length] = _compare(manifest, plain, length, rows, rounds)
-        return result
+
+    length: int
+    rows: int
+    tokens: int
 
 
-def _compare(manifest: Manifest, plain: Path, length: int, rows: int, rounds: int) -> float:
+SHAPES = {
+    "t256": Shape(256, 64, 1 << 24),
+    "t1024": Shape(1024, 16, 1 << 24),
+    "tiny": Shape(16, 2, 1 << 12),
+}
+
+COLUMNS = (
+    Column("shape", "shape", width=8, text=True),
+    Column("length", "T", width=6),
+    Column("rows", "rows", width=6),
+    Column("memmap_tokens_per_second", "memmap Mtok/s", ".1f", width=15, scale=1e-6),
+    Column("stream_tokens_per_second", "stream Mtok/s", ".1f", width=15, scale=1e-6),
+    Column("ratio", "ratio", ".2f", width=7),
+    Column("workers_tokens_per_second", "2 workers Mtok/s", ".1f", width=18, scale=1e-6),
+)
+
+
+def run(options: Options) -> list[Row]:
+    """Measure, print a table, return its rows.
+
+    A row holds shape, length, rows, memmap_tokens_per_second, stream_tokens_per_second, their ratio, and
+    workers_tokens_per_second: the stream's rate from two loader processes.
+    """
+    table = Table(COLUMNS).begin()
+    for name, shape in options.choose(SHAPES).items():
+        with tempfile.TemporaryDirectory() as folder:
+            manifest, plain = _make_data(Path(folder), shape.tokens)
+            table.add({"shape": name, **_compare(manifest, plain, shape, options.repeats or REPEATS)})
+    return table.rows
+
+
+def _compare(manifest: Manifest, plain: Path, shape: Shape, rounds: int) -> Row:
+    length, rows = shape.length, shape.rows
     count = (manifest.split("train").tokens - 1) // length
     samples = count // rows * rows
 
@@ -78,8 +99,14 @@ def _compare(manifest: Manifest, plain: Path, length: int, rows: int, rounds: in
     workers = _rate_running((batch["tokens"] for batch in StreamLoader(stream(), 2)), rows * length)
     # The first round of each warms the page cache.
     base, ours = statistics.median(mapped[1:]), statistics.median(streamed[1:])
-    print(f"{length:6} {rows:5} {base / 1e6:14.1f} {ours / 1e6:14.1f} {ours / base:6.2f} {workers / 1e6:17.1f}")
-    return ours / base
+    return {
+        "length": length,
+        "rows": rows,
+        "memmap_tokens_per_second": base,
+        "stream_tokens_per_second": ours,
+        "ratio": ours / base,
+        "workers_tokens_per_second": workers,
+    }
 
 
 def _rate(batches: Callable[[], Iterator[torch.Tensor]], tokens: int) -> float:
@@ -124,12 +151,3 @@ def _make_data(folder: Path, tokens: int) -> tuple[Manifest, Path]:
     if not np.array_equal(TokenReader(manifest, "train").read(0, tokens), values):
         raise AssertionError("the shards do not hold the tokens of the plain file")
     return manifest, plain
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 24)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    run(options.tokens, rounds=options.rounds)

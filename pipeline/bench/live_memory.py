@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,17 +29,19 @@ class LiveMemory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             if isinstance(each, Tensor) and id_of(each) not in before:
-                self._follow(each.untyped_storage())
+                self._follow(each)
         return out
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _follow(self, tensor: Tensor) -> None:
+        key = id_of(tensor)
         if key in self._known:
             return
+        holder = tensor if tensor.is_mkldnn else tensor.untyped_storage()
+        size = tensor.numel() * tensor.element_size() if tensor.is_mkldnn else tensor.untyped_storage().nbytes()
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
+        weakref.finalize(holder, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -48,5 +49,5 @@ class LiveMemory(TorchDispatchMode):
 
 
 def id_of(tensor: Tensor) -> int:
-    """Return what tells one storage from another."""
-    return tensor.untyped_storage()._cdata
+    """Return what tells one storage from another; a weight in oneDNN's own layout has none, and stands for itself."""
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata

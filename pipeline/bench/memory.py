@@ -6,65 +6,108 @@ against keeping everything. Memory is the most bytes of tensors alive at once (`
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from pipeline import models, solvers
+from pipeline import solvers
 from pipeline.bench.live_memory import LiveMemory
-from pipeline.evaluation.loss import token_losses
+from pipeline.bench.options import Options
+from pipeline.bench.steps import made, random_tokens
+from pipeline.bench.table import Column, Row, Table
+from pipeline.bench.timing import alternate, medians
 from pipeline.models import Architecture
 from pipeline.models.rlt import RLTConfig
+from pipeline.progress import Progress
 from pipeline.solvers import Solver
 from pipeline.solvers.chunked import ChunkedConfig
-from pipeline.training.module import draw_weights
+from pipeline.training.objective import objective
 
-ROWS, VOCAB = 4, 512
-Row = dict[str, Any]
+VOCAB = 512
+REPEATS = 3
 
 
-def run(shapes: tuple[tuple[int, int], ...] = ((128, 64), (128, 256), (512, 256)), repeats: int = 3) -> list[Row]:
+@dataclass(frozen=True)
+class Shape:
+    """One size of an RLT of two and two blocks.
+
+    Attributes:
+        width: width of the model.
+        length: inputs of a row, T.
+        rows: rows of a step.
+        segments: lengths of a segment, in positions; 0 keeps everything and comes first.
+    """
+
+    width: int
+    length: int
+    rows: int
+    segments: tuple[int, ...]
+
+
+SHAPES = {
+    "t256": Shape(128, 256, 4, (0, 16, 64)),
+    "t256_wide": Shape(512, 256, 4, (0, 16, 64)),
+    "t1024": Shape(128, 1024, 4, (0, 32, 256)),
+    "t4096": Shape(128, 4096, 2, (0, 64, 512)),
+    "tiny": Shape(32, 16, 2, (0, 4)),
+}
+
+COLUMNS = (
+    Column("shape", "shape", width=11, text=True),
+    Column("width", "width", width=6),
+    Column("length", "T", width=6),
+    Column("rows", "rows", width=6),
+    Column("segment", "segment", width=9),
+    Column("peak_bytes", "peak MB", ".1f", scale=1e-6),
+    Column("memory_ratio", "of none", ".0%", width=9),
+    Column("seconds", "s a step", ".3f"),
+    Column("time_ratio", "of none", ".2f", width=9),
+)
+
+
+def run(options: Options) -> list[Row]:
     """Measure, print a table, return its rows.
 
-    Args:
-        shapes: pairs of width and positions in a row, T.
-        repeats: timed steps of each setting, alternating; the median counts.
+    A row holds shape, width, length, rows, segment (0: everything is kept), peak_bytes, memory_ratio, seconds (median
+    of ``runs``) and time_ratio; the ratios are to segment 0.
     """
-    print(f"RLT 2+2, {ROWS} rows, B = 1, float32, {torch.get_num_threads()} threads; segment 0 keeps everything")
-    print(f"{'width':>6}{'T':>6}{'segment':>9}{'peak MB':>10}{'of none':>9}{'step s':>9}{'of none':>9}")
-    return [row for width, length in shapes for row in compare(width, length, repeats)]
+    print("RLT 2+2, B = 1; segment 0 keeps everything")
+    table = Table(COLUMNS).begin()
+    for name, shape in options.choose(SHAPES).items():
+        measure(name, shape, options.repeats or REPEATS, table)
+    return table.rows
 
 
-def compare(width: int, length: int, repeats: int) -> list[Row]:
-    """Measure all segment lengths at one shape; print and return a row for each."""
-    config = RLTConfig("rlt", vocab_size=VOCAB, width=width, heads=4, encoder_layers=2, decoder_layers=2, window=8)
-    model = models.build(config)
-    draw_weights(model, 0)
-    tokens = torch.randint(VOCAB, (ROWS, length + 1), generator=torch.Generator().manual_seed(0))
-    chosen = {segment: solver(segment) for segment in sorted({0, 4, math.isqrt(length), length // 4})}
-    seconds: dict[int, list[float]] = {segment: [] for segment in chosen}
-    for _ in range(repeats):
-        for segment, each in chosen.items():
-            seconds[segment].append(timed(model, each, tokens))
-    rows: list[Row] = []
-    for segment, each in chosen.items():
-        row: Row = {
-            "width": width,
-            "length": length,
-            "segment": segment,
-            "peak_bytes": peak(model, each, tokens),
-            "seconds": statistics.median(seconds[segment]),
-        }
-        rows.append(row)
-        memory, time_ = (row[name] / rows[0][name] for name in ("peak_bytes", "seconds"))
-        print(
-            f"{width:>6}{length:>6}{segment:>9}{row['peak_bytes'] / 1e6:>10.1f}{memory:>9.0%}"
-            f"{row['seconds']:>9.3f}{time_:>9.2f}"
+def measure(name: str, shape: Shape, repeats: int, table: Table) -> None:
+    """Measure all segment lengths at one shape and add a row for each."""
+    config = RLTConfig("rlt", vocab_size=VOCAB, width=shape.width, heads=4, encoder_layers=2, decoder_layers=2)
+    model = made(config)
+    tokens = random_tokens(shape.rows, shape.length, VOCAB)
+    chosen = {str(segment): solver(segment) for segment in shape.segments}
+    runs = alternate({key: partial(step, model, each, tokens) for key, each in chosen.items()}, repeats, name)
+    seconds, peaks = medians(runs), {}
+    with Progress(len(chosen), "segments", f"{name}, memory") as progress:
+        for key, each in chosen.items():
+            peaks[key] = peak(model, each, tokens)
+            progress.advance(1)
+    whole = str(shape.segments[0])
+    for segment in shape.segments:
+        key = str(segment)
+        table.add(
+            {
+                "shape": name,
+                "width": shape.width,
+                "length": shape.length,
+                "rows": shape.rows,
+                "segment": segment,
+                "peak_bytes": peaks[key],
+                "memory_ratio": peaks[key] / peaks[whole],
+                "seconds": seconds[key],
+                "time_ratio": seconds[key] / seconds[whole],
+                "runs": runs[key],
+            }
         )
-    return rows
 
 
 def solver(segment: int) -> Solver:
@@ -73,24 +116,14 @@ def solver(segment: int) -> Solver:
 
 
 def step(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> None:
-    """Run forward and backward."""
+    """Run forward and backward, and let the gradients go."""
     chosen.adapt(model)
-    states = chosen.run(model, tokens[:, :-1]).states
-    token_losses(model, states, tokens[:, 1:]).mean().backward()
-
-
-def timed(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> float:
-    """Return the seconds of a step."""
-    begin = time.perf_counter()
-    step(model, chosen, tokens)
-    seconds = time.perf_counter() - begin
+    objective(model, chosen, tokens, None).value.backward()
     model.zero_grad()
-    return seconds
 
 
 def peak(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> int:
     """Return the most bytes alive at once in a step, gradients of the weights included."""
     with LiveMemory() as memory:
         step(model, chosen, tokens)
-    model.zero_grad()
     return memory.peak

@@ -7,10 +7,9 @@ the time of a step is a ratio to the plain transformer's, the two alternating in
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,9 @@ import torch
 from torch import Tensor
 
 from pipeline import solvers
+from pipeline.bench.options import Options
+from pipeline.bench.table import Column, Row, Table
+from pipeline.bench.timing import alternate, medians
 from pipeline.config import AdamWConfig
 from pipeline.data.loader import EvaluationLoader, StreamLoader
 from pipeline.data.manifest import Manifest
@@ -45,6 +47,7 @@ from pipeline.training.objective import objective
 DATA = Path("data/sotu")
 WIDTH, HEADS = 96, 4
 RATE, WARMUP = 4e-3, 20
+REPEATS = 5
 
 ORDERS: tuple[SolverConfig, ...] = (
     ParallelConfig("parallel"),
@@ -104,46 +107,67 @@ def pairs(config: ArchitectureConfig) -> Iterator[Solver]:
         yield solvers.build(order)
 
 
-def run(
-    data: Path = DATA,
-    *,
-    steps: int = 120,
-    length: int = 64,
-    rows: int = 32,
-    evaluation_tokens: int = 8192,
-    timings: int = 5,
-) -> list[dict[str, Any]]:
-    """Train and measure every pair, print a table, return its rows.
+@dataclass(frozen=True)
+class Shape:
+    """How long and on what the pairs are trained and evaluated.
 
-    Args:
-        data: prepared corpus.
+    Attributes:
         steps: optimiser steps of each.
         length: positions of a row.
         rows: rows of a batch.
         evaluation_tokens: tokens of the validation split to evaluate on.
+    """
+
+    steps: int
+    length: int
+    rows: int
+    evaluation_tokens: int
+
+
+SHAPES = {"short": Shape(120, 64, 32, 8192), "tiny": Shape(2, 17, 2, 34)}
+
+COLUMNS = (
+    Column("architecture", "architecture", width=13, text=True),
+    Column("solver", "solver", width=24, text=True),
+    Column("parameters", "parameters", ",d", width=11),
+    Column("loss", "loss", ".3f", width=8),
+    Column("bits_per_byte", "bpb", ".3f", width=8),
+    Column("sequential_bits_per_byte", "seq. bpb", ".3f"),
+    Column("step_ratio", "step", ".2f", width=7),
+)
+
+
+def run(options: Options) -> list[Row]:
+    """Train and measure every pair, print a table, return its rows: those of ``Pair``, with the name of the shape."""
+    rows: list[Row] = []
+    for name, shape in options.choose(SHAPES).items():
+        found = compare(options.data or DATA, shape, timings=options.repeats or REPEATS)
+        rows += [{"shape": name, **row} for row in found]
+    return rows
+
+
+def compare(data: Path, shape: Shape, *, timings: int) -> list[Row]:
+    """Train and measure every pair on a prepared corpus, print a table, return its rows.
+
+    Args:
+        data: prepared corpus.
+        shape: how long and on what.
         timings: timed steps of each, of which the median counts.
     """
-    bench = PairsBench(Manifest.load(data), steps, length, rows, evaluation_tokens, timings)
+    bench = PairsBench(Manifest.load(data), shape.steps, shape.length, shape.rows, shape.evaluation_tokens, timings)
     print(
-        f"width {WIDTH}, {steps} steps of {rows} rows of {length} tokens, AdamW at {RATE}, {torch.get_num_threads()} "
-        f"threads; loss of counting tokens alone: {bench.unigram_entropy():.3f}"
+        f"width {WIDTH}, {shape.steps} steps of {shape.rows} rows of {shape.length} tokens, AdamW at {RATE}; "
+        f"loss of counting tokens alone: {bench.unigram_entropy():.3f}"
     )
-    print(f"{'architecture':<13}{'solver':<24}{'parameters':>11}{'loss':>8}{'bpb':>8}{'seq. bpb':>10}{'step':>7}")
-    found = []
+    table = Table(COLUMNS).begin()
     for config in configs(bench.manifest.tokenizer.vocab_size):
         for solver in pairs(config):
-            pair = bench.measure(config, solver)
-            found.append(vars(pair))
-            print(
-                f"{pair.architecture:<13}{pair.solver:<24}{pair.parameters:>11,}{pair.loss:>8.3f}"
-                f"{pair.bits_per_byte:>8.3f}{pair.sequential_bits_per_byte:>10.3f}{pair.step_ratio:>7.2f}",
-                flush=True,
-            )
-    return found
+            table.add(vars(bench.measure(config, solver)))
+    return table.rows
 
 
 class PairsBench:
-    """The data and the measure of all pairs; see ``run`` for the arguments."""
+    """The data and the measure of all pairs; see ``Shape`` and ``compare`` for the arguments."""
 
     def __init__(
         self, manifest: Manifest, steps: int, length: int, rows: int, evaluation_tokens: int, timings: int
@@ -234,10 +258,10 @@ class PairsBench:
         """Return the time of a step over that of the transformer, which takes turns with it."""
         plain = solvers.build(ParallelConfig("parallel"))
         tokens = next(self._batches())
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for _ in range(self._timings + 1):
-            for kept, each, order in ((seconds[0], model, solver), (seconds[1], self._baseline, plain)):
-                begin = time.perf_counter()
-                objective(each, order, tokens, None).value.backward()
-                kept.append(time.perf_counter() - begin)
-        return statistics.median(seconds[0][1:]) / statistics.median(seconds[1][1:])
+
+        def step(each: Architecture, order: Solver) -> None:
+            objective(each, order, tokens, None).value.backward()
+
+        steps = {"pair": partial(step, model, solver), "baseline": partial(step, self._baseline, plain)}
+        seconds = medians(alternate(steps, self._timings, f"{model.config.architecture} {solver}, time"))
+        return seconds["pair"] / seconds["baseline"]

@@ -54,9 +54,23 @@ class Sampling:
             probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         return probabilities
 
-    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw a token for each row, int64 [rows]. ``generator`` lives on the CPU, so that devices draw alike."""
-        probabilities = self.probabilities(logits)
+    def draw(self, logits: Tensor, chances: Tensor) -> Tensor:
+        """Draw a token for each row, int64 [rows], on the device of the logits and without a wait for it.
+
+        Args:
+            logits: [rows, V].
+            chances: uniform numbers from 0 to 1, float64 [rows] (``uniforms``): the same ones draw the same tokens.
+        """
         if self.temperature == 0:
-            return probabilities.argmax(dim=-1)
-        return torch.multinomial(probabilities.cpu(), 1, generator=generator)[:, 0].to(logits.device)
+            return logits.argmax(dim=-1)
+        reached = self.probabilities(logits).cumsum(dim=-1, dtype=torch.float64)
+        place = torch.searchsorted(reached, chances[:, None] * reached[:, -1:], right=True)[:, 0]
+        return place.clamp(max=logits.shape[-1] - 1)  # a product that was rounded up to the whole
+
+
+def uniforms(count: int, rows: int, seed: int) -> Tensor:
+    """Return uniform numbers from 0 to 1, float64 [count, rows], on the CPU, so that all devices draw alike.
+
+    The first of them are the same whatever ``count`` is.
+    """
+    return torch.rand(count, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -72,6 +72,27 @@ class Collector:
         self.leaves = {name: each.detach().requires_grad_() for name, each in self._parameters.items()}
         self._names = {id(leaf): name for name, leaf in self.leaves.items()}
 
+    @contextmanager
+    def standing_in(self, model: nn.Module) -> Iterator[None]:
+        """Put the stand-ins in the place of a model's parameters, wherever a module holds one.
+
+        ``torch.func.functional_call`` would leave a stand-in behind in a module that the model holds at two places.
+        """
+        leaves = {id(each): self.leaves[name] for name, each in self._parameters.items()}
+        places = [
+            (module._parameters, name, each)
+            for module in model.modules()
+            for name, each in module._parameters.items()
+            if each is not None and id(each) in leaves
+        ]
+        try:
+            for held, name, each in places:
+                held[name] = leaves[id(each)]  # type: ignore[assignment]
+            yield
+        finally:
+            for held, name, each in places:
+                held[name] = each
+
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a parameter has been changed in place since the collector was made."""
         now = zip(self._parameters.items(), self._versions, strict=True)

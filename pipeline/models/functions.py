@@ -58,7 +58,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor | None, scale: Tensor, gradient:
     if weight is None:
         along = product.mean(dim=-1, keepdim=True)
     else:
-        along = torch.matmul(product, weight).mul_(1 / x.shape[-1]).unsqueeze_(-1)
+        along = torch.matmul(product, weight.to(product.dtype)).mul_(1 / x.shape[-1]).unsqueeze_(-1)
         gradient = gradient * weight
     of_x = normed.mul_(along).sub_(gradient).mul_(-scale)
     return (of_x if of_x.dtype is x.dtype else of_x.to(x.dtype)), product
@@ -113,7 +113,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         of_x, product = rms_norm_backward(x, weight, scale, outputs[0])
-        of_weight = product.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
+        of_weight = product.reshape(-1, product.shape[-1]).sum(dim=0) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None
 
 

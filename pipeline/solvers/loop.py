@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pipeline.models import Architecture, Feedback
@@ -143,7 +143,6 @@ class Loop:
         longest = max(self._slots(first) for first in range(0, len(chunks), segment)) * self._rows
         rows = SEGMENT_ROWS if self._segmented else COLLECTED_ROWS
         self._collector = Collector(self.parameters, rows, max(longest, rows) if self._segmented else longest)
-        self._steps = _Steps(model)
         self._kept: tuple[list[Record], dict[str, Tensor]] | None = None
         self._borders: list[tuple[Feedback, RandomState | None]] = []
         self._device = inputs.index.device
@@ -172,8 +171,7 @@ class Loop:
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """Return the gradients of ``tensors``, given that of the states."""
         self._collector.check_unchanged()
-        rows = gradient.shape[0]
-        of_values = {name: each.new_zeros(rows, *each.shape[1:]) for name, each in self._values.items()}
+        of_values: dict[str, Tensor] = {}
         of_register: Tensor | None = None
         for first in reversed(range(0, len(self._chunks), self._segment)):
             records, leaves = self._kept or self._again(first)
@@ -186,7 +184,10 @@ class Loop:
         self._collector.close()
         return [
             None if of_register is None else of_register.sum_to_size(self.tensors[0].shape),
-            *(each.sum_to_size(self._values[name].shape) for name, each in of_values.items()),
+            *(
+                of_values[name].sum_to_size(each.shape) if name in of_values else None
+                for name, each in self._values.items()
+            ),
             *(tensor for each in self._shared for tensor in each.gradients()),
             *(found.get(name) for name in self.parameters),
         ]
@@ -212,6 +213,9 @@ class Loop:
         of_leaves = found[1 + len(record.values) :]
         for name, part in zip(record.values, found[1:], strict=False):
             if part is not None:
+                if name not in of_values:
+                    value = self._values[name]
+                    of_values[name] = value.new_zeros(len(gradient), *value.shape[1:])
                 chunk.put(part, of_values[name])
         for name, part in zip(leaves, of_leaves, strict=True):
             if part is not None:
@@ -267,10 +271,8 @@ class Loop:
     def _within(self, run: Callable[[], Result]) -> Result:
         """Run with the collector's stand-ins in the place of the parameters."""
         self._collector.open()
-        leaves = {f"model.{name}": leaf for name, leaf in self._collector.leaves.items()}
-        with collecting(self._collector):
-            result: Result = torch.func.functional_call(self._steps, leaves, (run,))
-        return result
+        with collecting(self._collector), self._collector.standing_in(self._model):
+            return run()
 
     def _run(self, number: int, inputs: Inputs, register: Feedback) -> tuple[Tensor, Feedback]:
         """Advance by one step."""
@@ -312,17 +314,6 @@ class Loop:
     @property
     def _draws(self) -> bool:
         return self._model.training and self._model.draws
-
-
-class _Steps(nn.Module):
-    """Gives ``torch.func.functional_call`` a module to call."""
-
-    def __init__(self, model: Architecture) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[], Result]) -> Result:
-        return run()
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:

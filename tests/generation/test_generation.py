@@ -6,7 +6,7 @@ import torch
 from pipeline import models, solvers
 from pipeline.errors import ConfigError
 from pipeline.generation.generate import generate
-from pipeline.generation.sampling import Sampling
+from pipeline.generation.sampling import Sampling, uniforms
 from pipeline.models import ARCHITECTURES
 from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.solvers.parallel import ParallelConfig
@@ -106,8 +106,8 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
 
 
 def test_draws_follow_the_probabilities():
-    sampling, generator = Sampling(1.5), torch.Generator().manual_seed(0)
-    drawn = sampling.draw(LOGITS.expand(20_000, -1), generator)
+    sampling = Sampling(1.5)
+    drawn = sampling.draw(LOGITS.expand(20_000, -1), uniforms(1, 20_000, seed=0)[0])
     counts = torch.bincount(drawn, minlength=4) / 20_000
     assert torch.allclose(counts, sampling.probabilities(LOGITS)[0], atol=4 * 0.5 / 20_000**0.5)
 

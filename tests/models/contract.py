@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.models import Architecture, ArchitectureConfig
 from pipeline.solvers import Solver, SolverConfig, Unrolled, sequential
+from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.solvers.unrolled import FREEZE_SHARE
 from tests.models import oracles
 from tests.models.cases import (
@@ -431,7 +432,12 @@ def segment_settings(solver: SolverConfig) -> list[dict[str, int]]:
 def check_activation_checkpointing(
     cls: type[Architecture], config: ArchitectureConfig, solver: SolverConfig, seed: int
 ) -> None:
-    """Activation checkpointing changes neither states nor gradients, to the last bit."""
+    """Activation checkpointing changes neither states nor gradients, to the last bit.
+
+    The fast loop takes the sums of its gradients over other groups of positions: they agree to rounding.
+    """
+    if isinstance(solver, ChunkedConfig) and solver.loop == "fast":
+        check_activation_checkpointing(cls, config, replace(solver, loop="autograd"), seed)
     model, run, tokens = setup(cls, config, solver, seed)
     for starts in (None, make_starts(seed)):
         run.adapt(model)
@@ -444,7 +450,12 @@ def check_activation_checkpointing(
             found = gradients(model, again, tokens, starts, seed)
             assert found.keys() == expected.keys()
             for name, gradient in found.items():
-                assert torch.equal(gradient, expected[name]), f"gradient of {name} at {settings}"
+                what = f"gradient of {name} at {settings}"
+                if isinstance(solver, ChunkedConfig) and solver.loop == "fast":
+                    largest = max(expected.values(), key=lambda each: float(each.abs().max()))
+                    assert float((gradient - expected[name]).abs().max()) <= tolerance(largest), what
+                else:
+                    assert torch.equal(gradient, expected[name]), what
 
 
 @contract

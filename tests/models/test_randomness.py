@@ -10,7 +10,17 @@ from torch import Tensor
 
 from pipeline.models import ARCHITECTURES, FBT, Architecture, Transformer
 from pipeline.solvers import Solver, SolverConfig
-from tests.models.cases import LENGTH, SEEDS, Case, make_model, make_solver, make_starts, make_tokens, solver_config
+from tests.models.cases import (
+    LENGTH,
+    SEEDS,
+    Case,
+    make_model,
+    make_solver,
+    make_starts,
+    make_tokens,
+    solver_config,
+    tolerance,
+)
 from tests.models.contract import loss_of
 
 DROPOUT = 0.3
@@ -122,17 +132,23 @@ def checkpointed(config: SolverConfig) -> Iterator[Solver]:
 
 @each_case
 def test_activation_checkpointing_draws_the_same_again(seed: int, case: Case):
-    """Gradients and states are equal to the last bit under dropout, jitter and drawn prefixes."""
+    """Gradients and states are equal to the last bit under dropout, jitter and drawn prefixes.
+
+    The fast loop takes the sums of its gradients over other groups of positions: they agree to rounding.
+    """
     model, run, tokens = model_of(case, seed), make_solver(case.solver), make_tokens(case.config, seed)
+    exact = getattr(case.solver, "loop", "autograd") == "autograd"
     starts = make_starts(seed) if seed % 2 else None
     run.adapt(model)
     expected = everything(model, run, tokens, starts, seed)
+    largest = max(expected.values(), key=lambda each: float(each.abs().max()))
     for again in checkpointed(case.solver):
         again.adapt(model)
         found = everything(model, again, tokens, starts, seed)
         assert found.keys() == expected.keys()
         for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+            assert torch.equal(value, expected[name]) or not exact, name
+            assert float((value - expected[name]).abs().max()) <= tolerance(largest), name
     other = everything(model, run, tokens, starts, seed + 1)
     assert not torch.equal(other["embedding.weight"], expected["embedding.weight"])
 

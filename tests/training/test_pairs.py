@@ -135,7 +135,7 @@ def test_learns_more_than_frequencies_and_decodes_what_it_learnt(bench, entropy,
 
 
 def test_table(manifest, capsys):
-    rows = pairs.run(manifest.folder, steps=2, length=17, rows=2, evaluation_tokens=34, timings=1)
+    rows = pairs.compare(manifest.folder, pairs.SHAPES["tiny"], timings=1)
     printed = capsys.readouterr().out.splitlines()
     assert sorted(f"{row['architecture']} {row['solver']}" for row in rows) == sorted(TRAINED)
     assert "loss of counting tokens alone" in printed[0]
