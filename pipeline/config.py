@@ -499,6 +499,8 @@ CHANGEABLE_ON_RESUME = (
     "training.threads",
     "solver.activation_checkpointing",
     "solver.segment_length",
+    "solver.loop",
+    "solver.capture",
     "validation",
     "checkpoint",
     "logging",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,17 +21,21 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
+from pipeline.models.subset_memory import SubsetMemory, collected, dealt
 from pipeline.solvers.base import (
     SOLVERS,
     Carry,
     Solution,
     Solver,
     SolverConfig,
+    behind,
     check_count,
     check_feeds_back,
+    moved,
     place,
     register_of,
     residual,
+    restarted,
     shifted,
     single_step,
 )
@@ -122,32 +126,46 @@ class Interleaved(Solver):
         self, model: Architecture, tokens: Tensor, starts: Tensor | None = None, carry: Carry | None = None
     ) -> Solution:
         """Compute the states in a plain pass and S subsets; see ``Solver.run``."""
+        known = starts
         index, starts = place(tokens, starts, carry)
         inputs, memory = model.prepare(tokens, index, starts, None if carry is None else carry.memory)
         if carry is not None and inputs.length == 1:
             return single_step(model, inputs, memory, carry)
         register = register_of(carry, model, tokens.shape[0])
-        refresh = self.config.refresh_keys_values
+        known = starts if known is None else known
+        if carry is None and alike(known, self.subsets) and not self.config.refresh_keys_values:
+            return self._solution(*run_alike(model, inputs, register, self.subsets))
         memory = self._rewritable(model, None if carry is None else memory)
         plain, memory = model.advance(inputs, None, memory)
         inputs = model.prepare_feedback(inputs)
         before = fed = model.fed_back(plain)
         states = plain
-        for subset in split(inputs, self.subsets, 0 if carry is None else carry.length):
+        for subset in split(inputs, self.subsets, 0 if carry is None else carry.length, known):
             feedback = shifted(model, fed, register, inputs)
             part = Feedback(subset.of(feedback.states), None if feedback.fed is None else subset.of(feedback.fed))
             new, memory = model.advance(subset.inputs, part, memory)
             states, fed = subset.into(states, new), subset.into(fed, model.fed_back(new))
-            if refresh:
+            if self.config.refresh_keys_values:
                 latest = shifted(model, fed, register, inputs)
                 memory = model.refresh(inputs, latest, memory, ~subset.mask(*fed.shape[:2]))
-        share = 1 / (self.subsets + 1)
-        solution = Solution(states, terms=((plain, share), (states, 1 - share)), residuals=residual(fed, before)[None])
+        solution = self._solution(plain, states, before, fed)
         if carry is None:
             return solution
         kept = {name: memory[name].settled() for name in carry.memory}
         register = Feedback(fed[:, -1:])
         return replace(solution, carry=replace(carry, memory=kept, length=inputs.stop, register=register))
+
+    def _solution(self, plain: Tensor, states: Tensor, before: Tensor, fed: Tensor) -> Solution:
+        """Return what was found.
+
+        Args:
+            plain: states of the plain pass.
+            states: those of the subsets.
+            before: what of ``plain`` is fed back.
+            fed: what of ``states`` is.
+        """
+        share = 1 / (self.subsets + 1)
+        return Solution(states, terms=((plain, share), (states, 1 - share)), residuals=residual(fed, before)[None])
 
     def _rewritable(self, model: Architecture, memory: Memory | None) -> Memory:
         new = model.rewritable_memory(refreshes=self.config.refresh_keys_values)
@@ -162,28 +180,79 @@ class Interleaved(Solver):
         return flops.prepare + flops.prepare_feedback + 2 * (flops.advance + flops.readout) + fed
 
 
-def split(inputs: Inputs, subsets: int, offset: int) -> Iterator[Subset]:
+def run_alike(
+    model: Architecture, inputs: Inputs, register: Feedback, subsets: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run rows in which every subset lies alike (``alike``).
+
+    Each subset is fed what the one before it made, the first what the last had in the plain pass; so states, keys and
+    values stay apart, subset by subset, and nothing is written into the middle of a row.
+
+    Args:
+        model: architecture.
+        inputs: all positions, from a row's first on.
+        register: what that is fed.
+        subsets: S.
+
+    Returns:
+        The states of the plain pass and of the subsets, [rows, n, s], and outside autograd what of both is fed back.
+    """
+    memory: Memory = {
+        name: each if each.window is not None else cast(Any, SubsetMemory(subsets))
+        for name, each in model.rewritable_memory().items()
+    }
+    plain, memory = model.advance(inputs, None, memory)
+    inputs = model.prepare_feedback(inputs)
+    length = inputs.length
+    states: list[Tensor] = []
+    fed: list[Tensor] = []
+    for first in range(min(subsets, length)):
+        part = inputs.strided(first, subsets, first + (length - 1 - first) // subsets * subsets + 1)
+        if fed:
+            feedback = Feedback(fed[-1][:, : part.length].contiguous())
+        elif part.length == 1:
+            feedback = register
+        else:
+            last = model.fed_back(dealt(plain, subsets)[subsets - 1][:, : part.length - 1])
+            feedback = restarted(model, behind(register, last), part)
+        new, memory = model.advance(part, feedback, memory)
+        states.append(new)
+        fed.append(model.fed_back(new))
+    with torch.no_grad():
+        before, after = model.fed_back(plain), collected(fed)
+    return plain, collected(states), before, after
+
+
+def alike(starts: Tensor | None, subsets: int) -> bool:
+    """Return whether every subset lies alike in all rows: whether documents begin at multiples of S alone."""
+    return starts is None or not bool((starts % subsets).any())
+
+
+def split(inputs: Inputs, subsets: int, offset: int, known: Tensor | None = None) -> Iterator[Subset]:
     """Yield the subsets in turn, leaving out those without a position.
 
     Args:
         inputs: all positions at hand.
         subsets: S.
         offset: row index of the first.
+        known: the starts of the inputs on the host, where the caller has them there.
     """
-    length = inputs.length
-    if inputs.starts is None or not bool((inputs.starts % subsets).any()):
+    length, device = inputs.length, inputs.index.device
+    starts = inputs.starts if known is None else known
+    if starts is None or alike(starts, subsets):
         for number in range(min(subsets, offset + length)):
             first = (number - offset) % subsets
             if first < length:
-                where = torch.arange(first, length, subsets, device=inputs.index.device)
+                where = torch.arange(first, length, subsets, device=device)
                 stop = offset + first + (length - 1 - first) // subsets * subsets + 1
                 yield Subset(inputs.strided(first, subsets, stop), where, None)
         return
-    member = (inputs.index - inputs.starts) % subsets
+    member = (torch.arange(offset, offset + length, device=starts.device) - starts) % subsets
     counts = torch.stack([(member == number).sum(dim=1) for number in range(min(subsets, offset + length))])
     for number, count in enumerate(counts.amax(dim=1).tolist()):
         if count:
             here = member == number
             where = (~here).long().argsort(dim=1, stable=True)[:, :count]
-            valid = here.gather(1, where)
+            valid = moved(here.gather(1, where), device)
+            where = moved(where, device)
             yield Subset(inputs.gather(where, valid, inputs.stop), where, valid)

@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs
+from pipeline.models.memory import KeyValueMemory
 from pipeline.solvers.base import (
     SOLVERS,
     Carry,
@@ -299,7 +300,8 @@ class Passes:
         """Return the states of a pass that leaves out the first ``done`` positions."""
         assert self._feedback is not None
         inputs = self._inputs.cut(done, self._inputs.length, self._inputs.stop)
-        states, self.memory = self._model.advance(inputs, self._feedback.cut(done), self.memory)
+        memory = {name: first_of(each, done) for name, each in self.memory.items()}
+        states, self.memory = self._model.advance(inputs, self._feedback.cut(done), memory)
         return torch.cat([self.states[:, :done], states], dim=1)
 
     def _fed(self, fed: Tensor) -> Feedback:
@@ -329,3 +331,11 @@ class Passes:
         if not tolerance or torch.is_grad_enabled():
             return False
         return float(self.residuals[-1]) < tolerance
+
+
+def first_of(memory: KeyValueMemory, count: int) -> KeyValueMemory:
+    """Return a rewritable memory of whole rows as it was after their first ``count`` positions."""
+    if memory.index is None:
+        return memory
+    keys, values = ([each[:, :, :count] for each in tensors] for tensors in (memory.keys, memory.values))
+    return replace(memory, index=memory.index[:, :count], keys=keys, values=values, stop=count)

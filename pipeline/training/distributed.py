@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import Tensor
 from pipeline.errors import UserError
 
 T = TypeVar("T")
+
+_host_group: tuple[Any, dist.ProcessGroup] | None = None
 
 
 def is_first() -> bool:
@@ -53,11 +55,22 @@ def smallest(tensor: Tensor) -> Tensor:
     return _reduced(tensor, dist.ReduceOp.MIN) if group() else tensor
 
 
-def largest(number: int, device: torch.device) -> int:
-    """Return the largest of the ranks' numbers, so that all act on what one has seen."""
+def largest(number: int) -> int:
+    """Return the largest of the ranks' numbers, so that all act on what one has seen; no rank waits for its device."""
     if not group():
         return number
-    return int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MAX))
+    result = torch.tensor(number)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX, group=host_group())
+    return int(result)
+
+
+def host_group() -> dist.ProcessGroup:
+    """Return a group of all ranks that talk from host to host, made at the first call."""
+    global _host_group
+    world = dist.group.WORLD
+    if _host_group is None or _host_group[0] is not world:
+        _host_group = world, dist.new_group(backend="gloo")
+    return _host_group[1]
 
 
 def from_first(value: T) -> T:

@@ -47,13 +47,19 @@ class PretrainingModule(pl.LightningModule):
         self.gradient_norm: Tensor | None = None
         solver.adapt(model)
 
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Move the tokens alone: what hangs on the borders of documents is decided on the host (``Solver.run``)."""
+        return {**batch, "tokens": batch["tokens"].to(device, non_blocking=True)}
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return what a micro-batch adds to the objective.
 
         All its targets are valid, so that means over micro-batches and ranks weigh equally.
         """
         micro_batch = batch_idx % self.config.training.accumulation
-        torch.manual_seed(draw_seed(self.config.run.seed, self.trainer.global_step, micro_batch, self.global_rank))
+        seed_draws(
+            self.device, draw_seed(self.config.run.seed, self.trainer.global_step, micro_batch, self.global_rank)
+        )
         found = objective(self.model, self.solver, batch["tokens"], batch["starts"])
         part = found.scaled(1 / self.config.training.accumulation)
         self.step_mean = part if micro_batch == 0 or self.step_mean is None else self.step_mean.plus(part)
@@ -115,6 +121,17 @@ class PretrainingModule(pl.LightningModule):
 def draw_weights(model: Architecture, seed: int) -> None:
     """Draw the model's weights from ``seed``, the same on every rank."""
     model.init_weights(torch.Generator(device=model.embedding.weight.device).manual_seed(seed))
+
+
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seed what is drawn on the host and on one device.
+
+    ``torch.manual_seed`` does so for every kind of device that torch knows of, present or not, and notes where it was
+    called from for each: that takes longer than all of Lightning's bookkeeping.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu" and device.type != "meta":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def draw_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:

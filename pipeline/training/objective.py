@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.models import Architecture
 from pipeline.solvers import Solver
@@ -29,7 +30,7 @@ class Objective:
 
     def scaled(self, factor: float) -> Objective:
         """Return the same, in float32, outside autograd's graph, times ``factor``."""
-        residual = None if self.residual is None else factor * self.residual
+        residual = None if self.residual is None else factor * self.residual.float()
         return Objective(factor * self.value.detach().float(), factor * self.loss.detach().float(), residual)
 
     def plus(self, other: Objective) -> Objective:
@@ -45,7 +46,7 @@ def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tenso
         model: architecture.
         solver: how its recurrence is evaluated.
         tokens: int64 [rows, n + 1].
-        starts: row index at which each input's document begins, int64 [rows, n]; None: all at 0.
+        starts: row index at which each input's document begins, int64 [rows, n], best on the host; None: all at 0.
     """
     solution = solver.run(model, tokens[:, :-1], starts)
     losses = [mean_loss(model, states, tokens[:, 1:]) for states, _ in solution.loss_terms]
@@ -53,7 +54,25 @@ def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tenso
     value = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
     if solution.penalty is not None:
         value = value + solution.penalty
-    for parameter in model.dormant_parameters():
-        if parameter.requires_grad:  # replicas wait for a gradient of every parameter, used in this step or not
-            value = value + 0.0 * parameter.sum()
+    value = reached(value, [each for each in model.dormant_parameters() if each.requires_grad])
     return Objective(value, losses[-1], None if solution.residuals is None else solution.residuals[-1])
+
+
+def reached(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """Return the same value, from which backward goes to all parameters, used in this step or not.
+
+    Replicas wait for the gradient of every parameter. Those that were used get nothing more.
+    """
+    result: Tensor = _Reached.apply(value, *parameters)
+    return result
+
+
+class _Reached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        return (outputs[0], *[None] * ctx.count)

@@ -21,6 +21,7 @@ from pipeline.models.base import build_on_meta, count_parameters
 from pipeline.runs.checkpoints import TOKENIZER
 from pipeline.runs.folder import Resume, RunFolder
 from pipeline.training import distributed
+from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.assembly import Assembly
 from pipeline.training.module import draw_weights
 from pipeline.training.screen import say
@@ -57,6 +58,8 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     )
     config = replace(config, model=with_vocabulary(config.model, manifest, config.run.initial_weights))
     torch.set_num_threads(threads(config))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     folder = RunFolder(config.run.folder)
     model = build(config)
     try:

@@ -47,7 +47,7 @@ class Interruption(StepCallback):
 
     def on_step_end(self, trainer: pl.Trainer, module: PretrainingModule, step: int) -> None:
         """Save and stop if a rank has received a signal."""
-        received = distributed.largest(self._received, module.device)
+        received = distributed.largest(self._received)
         if received:
             self.signal = received
             self._checkpointing.save(trainer, module, step)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from pipeline.progress import Progress
 from pipeline.training import distributed
@@ -90,11 +92,10 @@ class TrainingMetrics(StepCallback):
         config = module.config
         mean = module.step_mean
         assert mean is not None
-        loss, objective, residual = (
-            float("nan") if value is None else float(distributed.mean(value))
-            for value in (mean.loss, mean.value, mean.residual)
-        )
-        norm = float(module.gradient_norm) if module.gradient_norm is not None else float("nan")
+        nothing = torch.full_like(mean.loss, math.nan)
+        means = torch.stack([mean.loss, mean.value, nothing if mean.residual is None else mean.residual])
+        own = nothing if module.gradient_norm is None else module.gradient_norm
+        loss, objective, residual, norm = torch.cat([distributed.mean(means), own.to(means)[None]]).tolist()
         now = self._stopwatch.seconds()
         seconds, steps = max(now - self._seconds, 1e-9), step - self._last_step
         tokens = steps * config.training.batch_tokens / seconds
