@@ -58,7 +58,7 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     )
     config = replace(config, model=with_vocabulary(config.model, manifest, config.run.initial_weights))
     torch.set_num_threads(threads(config))
-    if not torch.cuda.is_available():
+    if config.training.accelerator == "cpu" or not torch.cuda.is_available():
         keep_freed_memory()
     folder = RunFolder(config.run.folder)
     model = build(config)
