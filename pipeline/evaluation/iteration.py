@@ -90,10 +90,9 @@ def iterate(
     rows = 0
     for batch in batches:
         tokens, valid = batch["tokens"].to(device), batch["valid"].to(device)
-        starts = None if batch["starts"] is None else batch["starts"].to(device)
         targets = tokens[:, 1:]
         size = token_bytes[targets] * valid
-        solution = solver.run(model, tokens[:, :-1], starts)
+        solution = solver.run(model, tokens[:, :-1], batch["starts"])
         found = [states for states, _ in solution.loss_terms]
         found += [found[-1]] * (count - len(found))  # later passes change nothing any more
         for number, states in enumerate(found):

@@ -111,10 +111,9 @@ def evaluate(
     try:
         for batch in batches:
             tokens, valid = batch["tokens"].to(device), batch["valid"].to(device)
-            starts = None if batch["starts"] is None else batch["starts"].to(device)
             targets = tokens[:, 1:]
             with precision():
-                states = solver.run(model, tokens[:, :-1], starts).states
+                states = solver.run(model, tokens[:, :-1], batch["starts"]).states
                 losses = token_losses(model, states, targets).double() * valid
             size = token_bytes[targets] * valid
             sums += torch.stack([losses.sum(), valid.sum().double(), (losses * (size > 0)).sum(), size.sum().double()])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pipeline.evaluation.loss import positions_at_once, token_losses
 from pipeline.models import Architecture
@@ -47,27 +48,45 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, model: Architecture, count: int, targets: Tensor, states: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Return the mean loss of states [positions, s] and targets [positions]; keep its gradient."""
-        total = targets.numel()
+        """Return the mean loss of states [positions, s] and targets [positions]; keep the gradient of the sum."""
+        ctx.total = targets.numel()
         gradient = torch.empty_like(states)
         sums: list[Tensor | None] = [None] * len(parameters)
         losses = []
-        for begin in range(0, total, count):
+        for begin in range(0, ctx.total, count):
             part = slice(begin, begin + count)
             with torch.enable_grad():
                 leaf = states[part].detach().requires_grad_()
-                loss = token_losses(model, leaf[None], targets[part][None]).sum() / total
-                found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
-            losses.append(loss.detach())
+                logits = model.readout(leaf)
+            loss, of_logits = losses_and_gradient(logits.detach(), targets[part])
+            losses.append(loss.sum())
+            found = torch.autograd.grad(logits, [leaf, *parameters], of_logits, allow_unused=True)
+            del logits, of_logits  # or they would lie beside the next slice's
             gradient[part] = found[0]
             for place, each in enumerate(found[1:]):
                 if each is not None:
                     so_far = sums[place]
                     sums[place] = each if so_far is None else so_far.add_(each)
         ctx.save_for_backward(gradient, *sums)
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() / ctx.total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         """Scale the gradient."""
-        return None, None, None, *(None if each is None else outputs[0] * each for each in ctx.saved_tensors)
+        scale = outputs[0] / ctx.total
+        return None, None, None, *(None if each is None else scale * each for each in ctx.saved_tensors)
+
+
+def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cross-entropies [positions], in float32 at least, and the gradient of their sum, like the logits.
+
+    Args:
+        logits: [positions, vocabulary].
+        targets: int64 [positions].
+    """
+    log_shares = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(torch.float32, logits.dtype))
+    losses = -log_shares.gather(1, targets[:, None])[:, 0]
+    gradient = log_shares.exp_()
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(losses, -1)[:, None])
+    return losses, gradient.to(logits.dtype)

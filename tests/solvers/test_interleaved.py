@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.models import CRT, FBT, LRT, RLT
+from pipeline.models import CRT, FBT, LRT, RLT, subset_memory
 from pipeline.models.inputs import Inputs
 from pipeline.solvers import Interleaved
 from pipeline.solvers.interleaved import split
@@ -145,6 +145,27 @@ def test_one_subset_is_two_passes(cls, variant):
     for starts in (None, make_starts(0)):
         found = interleaved(1).run(model, tokens, starts).states
         assert torch.equal(found, solver("unrolled", passes=2).run(model, tokens, starts).states)
+
+
+@pytest.mark.parametrize(
+    ("cls", "variant"), [(cls, variant) for cls in FEEDING for variant in cls.variants()], ids=lambda each: str(each)
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_attention_subset_by_subset_changes_nothing(monkeypatch, cls, variant, packed):
+    """Over long rows attention goes by parts; documents, windows and dropout go on with a mask."""
+    model, tokens = model_and_tokens(cls, variant=variant)
+    starts = starts_of([0, 6], LENGTH).expand(ROWS, -1) if packed else None
+    found = {}
+    for long in (1, LENGTH):
+        monkeypatch.setattr(subset_memory, "LONG", long)
+        model.zero_grad()
+        states = interleaved(2).run(model, tokens, starts).states
+        (states * torch.randn(states.shape, generator=random(1), dtype=states.dtype)).mean().backward()
+        found[long] = {"states": states.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+    for name, expected in found[LENGTH].items():
+        assert (expected is None) == (found[1][name] is None)
+        if expected is not None:
+            assert_close(found[1][name], expected, name)
 
 
 @each_order
