@@ -1,15 +1,14 @@
-"""Keys and values of rows whose positions are computed anew in S subsets in turn (solver ``interleaved``).
+"""Keys and values of rows whose positions are computed anew in subsets, one after the other (``subsets``).
 
-Subset i holds the positions t with t mod S = i. The subsets' keys and values lie apart, so that one that is computed
-again takes its place and nothing is copied into the middle of a row. Over long rows attention, too, goes subset by
-subset: a query of subset i sees the keys of subset j up to its own place in its subset, or, where j comes after i, up
-to the place before. So it is causal, and needs no mask. The parts are put together by their log-sum-exp, as attention
-over blocks is (Dao et al. 2022).
+The subsets' keys and values lie apart, so that one that is computed again takes its place and nothing is copied into
+the middle of a row. Over long rows attention, too, goes subset by subset: a query of subset i sees the keys of subset j
+up to its own place in its subset, or, where j comes after i, up to the place before. So it is causal, and needs no
+mask. The parts are put together by their log-sum-exp, as attention over blocks is (Dao et al. 2022).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,14 +20,13 @@ from torch.autograd.function import once_differentiable
 from pipeline.models.inputs import Inputs, Visibility
 from pipeline.models.layers import attend_same
 from pipeline.models.memory import Attends
+from pipeline.models.subsets import Parts, Subsets
 
 LONG = 768
 """Queries of a subset from which on attention goes subset by subset: with fewer, a mask costs less."""
 
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _FLASH_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-
-Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,18 @@ class SubsetMemory:
     The first step takes in all positions, each one after it a subset, in order.
 
     Attributes:
-        subsets: S.
-        turn: the subset that the next step computes.
+        subsets: how the positions are divided.
+        turn: the subset that the next step computes; None: all of them.
         index: row index of each subset's positions, int64 [rows or 1, n]; empty before the first step.
-        key_parts: for each layer the keys of each subset, [rows, n, kv_heads, head_dim].
+        key_parts: for each layer the keys of each subset, or in one tensor all, [rows, n, kv_heads, head_dim].
         value_parts: likewise.
     """
 
-    subsets: int
-    turn: int = 0
+    subsets: Subsets
+    turn: int | None = None
     index: Parts = ()
-    key_parts: dict[int, Parts] = field(default_factory=dict)
-    value_parts: dict[int, Parts] = field(default_factory=dict)
+    key_parts: Mapping[int, Parts] = field(default_factory=dict)
+    value_parts: Mapping[int, Parts] = field(default_factory=dict)
 
     def step(self, inputs: Inputs) -> SubsetStep:
         """Open the memory for all positions, or for the subset whose turn it is."""
@@ -57,13 +55,17 @@ class SubsetMemory:
 
     @property
     def keys(self) -> list[Tensor]:
-        """Keys of each layer, [rows, kv_heads, n, head_dim]."""
-        return [collected(parts).transpose(1, 2) for _, parts in sorted(self.key_parts.items())]
+        """Keys of each layer in row order, [rows, kv_heads, n, head_dim]."""
+        return self._joined(self.key_parts)
 
     @property
     def values(self) -> list[Tensor]:
         """Values, likewise."""
-        return [collected(parts).transpose(1, 2) for _, parts in sorted(self.value_parts.items())]
+        return self._joined(self.value_parts)
+
+    def _joined(self, held: Mapping[int, Parts]) -> list[Tensor]:
+        join = (lambda parts: parts[0]) if self.turn == 0 else self.subsets.collect
+        return [join(parts).transpose(1, 2) for _, parts in sorted(held.items())]
 
 
 class SubsetStep:
@@ -79,32 +81,36 @@ class SubsetStep:
     same = exact = recomputes = True
 
     def __init__(self, memory: SubsetMemory, inputs: Inputs) -> None:
-        self._memory, self._whole = memory, not memory.index
+        self._memory, self._turn = memory, memory.turn
         self._query_index = inputs.index
-        self._index = dealt(inputs.index, memory.subsets) if self._whole else memory.index
+        self._index = memory.subsets.index(inputs) if memory.turn is None else memory.index
         self._keys: dict[int, Parts] = {}
         self._values: dict[int, Parts] = {}
         self._mask: Tensor | None = None
-        self.key_index = inputs.index if self._whole else torch.cat(self._index, dim=1)
+        self.key_index = inputs.index if memory.turn is None else torch.cat(self._index, dim=1)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, visible: Visibility, dropout: float = 0.0
     ) -> Tensor:
         """Put a layer's keys and values [rows, n, heads, head_dim] in place, and attend; see ``layers.attend``."""
-        memory, turn = self._memory, self._memory.turn
-        if self._whole:
-            self._keys[layer], self._values[layer] = dealt(key, memory.subsets), dealt(value, memory.subsets)
+        if self._turn is None:
+            self._keys[layer], self._values[layer] = (key,), (value,)
             return attend_same(query, key, value, visible, dropout)
-        keys, values = (
-            (*held[layer][:turn], new, *held[layer][turn + 1 :])
-            for held, new in ((memory.key_parts, key), (memory.value_parts, value))
+        keys, values = self._keys[layer], self._values[layer] = (
+            self._replaced(self._memory.key_parts[layer], key),
+            self._replaced(self._memory.value_parts[layer], value),
         )
-        self._keys[layer], self._values[layer] = keys, values
         if visible.mask is None and len(keys) > 1:
             if takes_parts(query, dropout):
-                return attend_parts(query, keys, values, turn)
+                return attend_parts(query, keys, values, self._turn)
             visible = Visibility(self._causal_mask())
         return attend_same(query, torch.cat(keys, dim=1), torch.cat(values, dim=1), visible, dropout)
+
+    def _replaced(self, held: Parts, new: Tensor) -> Parts:
+        if self._turn == 0:  # nobody reads what the plain pass left for the first subset
+            return (new, *self._memory.subsets.deal(held[0], 1))
+        assert self._turn is not None
+        return (*held[: self._turn], new, *held[self._turn + 1 :])
 
     def attention(self, layer: int) -> Attends:
         """Return ``attend`` of a layer."""
@@ -117,20 +123,8 @@ class SubsetStep:
 
     def close(self) -> SubsetMemory:
         """Return the memory for the next call."""
-        turn = 0 if self._whole else self._memory.turn + 1
+        turn = 0 if self._turn is None else self._turn + 1
         return replace(self._memory, turn=turn, index=self._index, key_parts=self._keys, value_parts=self._values)
-
-
-def dealt(values: Tensor, subsets: int) -> Parts:
-    """Return the subsets of values [rows, n, ...], those without a position left out."""
-    found: Parts = _Deal.apply(values, subsets)
-    return found
-
-
-def collected(parts: Sequence[Tensor]) -> Tensor:
-    """Return the values [rows, n, ...] whose subsets are ``parts``."""
-    result: Tensor = parts[0] if len(parts) == 1 else _Collect.apply(*parts)
-    return result
 
 
 def takes_parts(query: Tensor, dropout: float) -> bool:
@@ -170,47 +164,6 @@ def attend_parts(query: Tensor, keys: Parts, values: Parts, turn: int) -> Tensor
                 parts.append(each.repeat_interleave(group, dim=1) if group > 1 else each)
     result: Tensor = _Parts.apply(query, tuple(delays), *parts)
     return result
-
-
-class _Deal(torch.autograd.Function):
-    """Slices of one tensor whose gradients become one, rather than a tensor of its size each."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, subsets: int) -> Parts:
-        ctx.shape, ctx.subsets = values.shape, subsets
-        ctx.set_materialize_grads(False)
-        return tuple(values[:, number::subsets] for number in range(min(subsets, values.shape[1])))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outputs: Tensor | None) -> Any:
-        known = next((each for each in outputs if each is not None), None)
-        if known is None:
-            return None, None
-        gradient = known.new_empty(ctx.shape)
-        for number, each in enumerate(outputs):
-            part = gradient[:, number :: ctx.subsets]
-            if each is None:
-                part.zero_()
-            else:
-                part.copy_(each)
-        return gradient, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.subsets = len(parts)
-        first = parts[0]
-        values = first.new_empty(first.shape[0], sum(part.shape[1] for part in parts), *first.shape[2:])
-        for number, part in enumerate(parts):
-            values[:, number :: ctx.subsets] = part
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outputs: Tensor) -> Any:
-        return tuple(outputs[0][:, number :: ctx.subsets].contiguous() for number in range(ctx.subsets))
 
 
 class _Parts(torch.autograd.Function):

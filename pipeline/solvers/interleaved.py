@@ -21,21 +21,20 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
-from pipeline.models.subset_memory import SubsetMemory, collected, dealt
+from pipeline.models.subset_memory import SubsetMemory
+from pipeline.models.subsets import Alike, Packed, Subsets, packed
 from pipeline.solvers.base import (
     SOLVERS,
     Carry,
     Solution,
     Solver,
     SolverConfig,
-    behind,
     check_count,
     check_feeds_back,
     moved,
     place,
     register_of,
     residual,
-    restarted,
     shifted,
     single_step,
 )
@@ -133,8 +132,12 @@ class Interleaved(Solver):
             return single_step(model, inputs, memory, carry)
         register = register_of(carry, model, tokens.shape[0])
         known = starts if known is None else known
-        if carry is None and alike(known, self.subsets) and not self.config.refresh_keys_values:
-            return self._solution(*run_alike(model, inputs, register, self.subsets))
+        if carry is None and not self.config.refresh_keys_values:
+            subsets: Subsets = Alike(self.subsets, inputs.length)
+            if not alike(known, self.subsets):
+                assert known is not None
+                subsets = on(packed(known, self.subsets), tokens.device)
+            return self._solution(*run_apart(model, inputs, subsets))
         memory = self._rewritable(model, None if carry is None else memory)
         plain, memory = model.advance(inputs, None, memory)
         inputs = model.prepare_feedback(inputs)
@@ -180,19 +183,16 @@ class Interleaved(Solver):
         return flops.prepare + flops.prepare_feedback + 2 * (flops.advance + flops.readout) + fed
 
 
-def run_alike(
-    model: Architecture, inputs: Inputs, register: Feedback, subsets: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run rows in which every subset lies alike (``alike``).
+def run_apart(model: Architecture, inputs: Inputs, subsets: Subsets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run rows from their first position on, with the subsets' states, keys and values apart from each other.
 
-    Each subset is fed what the one before it made, the first what the last had in the plain pass; so states, keys and
-    values stay apart, subset by subset, and nothing is written into the middle of a row.
+    Each subset is fed what the one before it made, the first what the last had in the plain pass; so nothing is written
+    into the middle of a row.
 
     Args:
         model: architecture.
-        inputs: all positions, from a row's first on.
-        register: what that is fed.
-        subsets: S.
+        inputs: all positions.
+        subsets: how they are divided.
 
     Returns:
         The states of the plain pass and of the subsets, [rows, n, s], and outside autograd what of both is fed back.
@@ -203,24 +203,30 @@ def run_alike(
     }
     plain, memory = model.advance(inputs, None, memory)
     inputs = model.prepare_feedback(inputs)
-    length = inputs.length
     states: list[Tensor] = []
     fed: list[Tensor] = []
-    for first in range(min(subsets, length)):
-        part = inputs.strided(first, subsets, first + (length - 1 - first) // subsets * subsets + 1)
+    for number in range(subsets.count):
+        part = subsets.inputs(inputs, number)
         if fed:
-            feedback = Feedback(fed[-1][:, : part.length].contiguous())
-        elif part.length == 1:
-            feedback = register
+            feedback = Feedback(subsets.before(number, fed[-1]))
         else:
-            last = model.fed_back(dealt(plain, subsets)[subsets - 1][:, : part.length - 1])
-            feedback = restarted(model, behind(register, last), part)
+            first = part.index == (0 if part.starts is None else part.starts)
+            feedback = Feedback(model.fed_back(subsets.before_first(plain)))
+            feedback = model.initial_feedback(len(plain)).where(first, feedback)
         new, memory = model.advance(part, feedback, memory)
         states.append(new)
         fed.append(model.fed_back(new))
     with torch.no_grad():
-        before, after = model.fed_back(plain), collected(fed)
-    return plain, collected(states), before, after
+        before, after = model.fed_back(plain), subsets.collect(fed)
+    return plain, subsets.collect(states), before, after
+
+
+def on(subsets: Packed, device: torch.device) -> Packed:
+    """Return the same division on a device."""
+    where, valid, previous = (
+        tuple(moved(each, device) for each in tensors) for tensors in (subsets.where, subsets.valid, subsets.previous)
+    )
+    return Packed(where, valid, moved(subsets.slots, device), previous)
 
 
 def alike(starts: Tensor | None, subsets: int) -> bool:

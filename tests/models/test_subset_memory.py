@@ -4,36 +4,18 @@ import pytest
 import torch
 
 from pipeline.models import subset_memory
-from pipeline.models.inputs import Inputs, Visibility
+from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import attend
 from pipeline.models.memory import KeyValueMemory
-from pipeline.models.subset_memory import SubsetMemory, attend_parts, collected, dealt, takes_parts
-from tests.models.cases import ROUNDING, assert_close, random
+from pipeline.models.subset_memory import SubsetMemory, attend_parts, takes_parts
+from pipeline.models.subsets import Alike, packed
+from tests.models.cases import ROUNDING, assert_close, random, starts_of
 
 ROWS, HEADS, HEAD_DIM = 3, 4, 6
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=random(seed), dtype=torch.float64).to(dtype).requires_grad_()
-
-
-@pytest.mark.parametrize("subsets", [1, 2, 3, 7, 9])
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_dealt_and_collected(length, subsets):
-    values = drawn(ROWS, length, 2)
-    parts = dealt(values, subsets)
-    assert len(parts) == min(subsets, length)
-    for number, part in enumerate(parts):
-        assert torch.equal(part, values[:, number::subsets])
-    whole = collected(parts)
-    assert torch.equal(whole, values)
-    weights = drawn(ROWS, length, 2, seed=1).detach()
-    (gradient,) = torch.autograd.grad((whole * weights).sum(), values, retain_graph=True)
-    assert torch.equal(gradient, weights)
-    (gradient,) = torch.autograd.grad(parts[0].sum(), values)
-    expected = torch.zeros_like(gradient)
-    expected[:, ::subsets] = 1
-    assert torch.equal(gradient, expected)
 
 
 def masked(query, key, value, turn, subsets):
@@ -52,7 +34,7 @@ def test_attention_to_parts(length, subsets, kv_heads):
         count = len(range(turn, length, subsets))
         query = drawn(ROWS, count, HEADS, HEAD_DIM, seed=2)
         weights = drawn(ROWS, count, HEADS, HEAD_DIM, seed=3).detach()
-        found = attend_parts(query, dealt(key, subsets), dealt(value, subsets), turn)
+        found = attend_parts(query, Alike(subsets, length).deal(key), Alike(subsets, length).deal(value), turn)
         expected = masked(query, key, value, turn, subsets)
         assert_close(found, expected)
         both = (torch.autograd.grad((out * weights).sum(), [query, key, value]) for out in (found, expected))
@@ -62,7 +44,7 @@ def test_attention_to_parts(length, subsets, kv_heads):
 
 def test_attention_to_parts_in_half_precision():
     key, value, query = (drawn(ROWS, 40, HEADS, HEAD_DIM, seed=seed, dtype=torch.bfloat16) for seed in range(3))
-    found = attend_parts(query[:, 1::2], dealt(key, 2), dealt(value, 2), 1)
+    found = attend_parts(query[:, 1::2], Alike(2, 40).deal(key), Alike(2, 40).deal(value), 1)
     assert found.dtype == torch.bfloat16
     expected = masked(query[:, 1::2].double(), key.double(), value.double(), 1, 2)
     assert float((found - expected).detach().abs().max()) <= ROUNDING * torch.finfo(torch.bfloat16).eps
@@ -80,29 +62,30 @@ def test_where_attention_goes_by_parts(monkeypatch):
 
 @pytest.mark.parametrize("long", [1, 1000], ids=["parts", "mask"])
 @pytest.mark.parametrize("subsets", [1, 2, 3, 11])
-def test_a_memory_in_subsets_is_one_in_row_order(monkeypatch, subsets, long):
+@pytest.mark.parametrize("borders", [None, [0, 3, 4], [0]], ids=["", "packed", "one"])
+def test_a_memory_in_subsets_is_one_in_row_order(monkeypatch, borders, subsets, long):
     """What queries find, and what is held afterwards, is what a memory does whose positions are rewritten."""
     monkeypatch.setattr(subset_memory, "LONG", long)
-    length, layers = 9, 2
-    index = torch.arange(length)[None]
-    whole = Inputs(index, None, length, {})
-    memories = [SubsetMemory(subsets), KeyValueMemory().rewritable()]
-    calls = [(whole, slice(None))]
-    for first in range(min(subsets, length)):
-        stop = int(index[0, first::subsets][-1]) + 1
-        calls.append((whole.strided(first, subsets, stop), slice(first, None, subsets)))
-    for number, (inputs, where) in enumerate(calls):
-        key, value, query = (
-            drawn(layers, ROWS, length, HEADS, HEAD_DIM, seed=3 * number + each)[:, :, where] for each in range(3)
-        )
+    length, layers, starts = 9, 2, None
+    division = Alike(subsets, length)
+    if borders is not None:
+        starts = torch.stack([starts_of(borders, length), starts_of([0, 5], length), starts_of([0], length)])
+        division = packed(starts, subsets)
+    whole = Inputs(torch.arange(length)[None], starts, length, {})
+    memories = [SubsetMemory(division), KeyValueMemory().rewritable()]
+    for turn in range(-1, division.count):
+        inputs = whole if turn < 0 else division.inputs(whole, turn)
+        full = [drawn(layers, ROWS, length, HEADS, HEAD_DIM, seed=3 * turn + each) for each in range(3, 6)]
+        if turn >= 0:
+            full = [torch.stack([division.deal(each)[turn] for each in tensor]) for tensor in full]
         steps = [memory.step(inputs) for memory in memories]
         for layer in range(layers):
             found = []
             for step in steps:
-                mask = step.key_index[:, None] <= inputs.index[:, :, None]
-                exact = isinstance(step, subset_memory.SubsetStep)
-                visible = Visibility(None, causal=inputs.length > 1) if exact else Visibility(mask[:, None])
-                found.append(step.attention(layer)(query[layer], key[layer], value[layer], visible, 0.0))
+                visible = visibility(inputs, step.key_index, None, same=step.same, exact=step.exact)
+                found.append(step.attention(layer)(*(each[layer] for each in full), visible, 0.0))
+            if inputs.valid is not None:
+                found = [each * inputs.valid[:, :, None, None] for each in found]
             assert_close(found[0], found[1])
         memories = [step.close() for step in steps]
         for name in ("keys", "values"):
