@@ -1,7 +1,8 @@
 # make setup   environment in .venv
 # make demo    prepare a corpus, train, evaluate, write a sample (at most ten minutes on two cores)
 # make test    all tests, some nine minutes on two cores
-# make crash   kill a run again and again, and count the survivals: some six minutes
+# make crash   kill a run, and single ranks of runs of two, again and again, and count the survivals: some twenty minutes
+# make billion train a model of a billion parameters for some steps, kill it, resume it; 24 GB of memory, 60 GB of disk
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 RUN := runs/rlt_demo
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test crash lint format docs clean
+.PHONY: setup demo test crash billion lint format docs clean
 
 setup: $(READY)
 
@@ -34,6 +35,9 @@ test: setup
 
 crash: setup
 	$(BIN)/python -m tests.crash
+
+billion: setup
+	$(BIN)/python -m tests.billion
 
 lint: setup
 	$(BIN)/ruff check .

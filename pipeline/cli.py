@@ -12,12 +12,15 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline import __version__
 from pipeline.errors import ConfigError, RunWarning, UserError
 
 JSON = (".json",)
+
+if TYPE_CHECKING:
+    from pipeline.training.train import Outcome
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -95,7 +98,9 @@ def parser() -> argparse.ArgumentParser:
     _add_evaluate(verbs)
     _add_generate(verbs)
     _add_iterate(verbs)
+    _add_checkpoint(verbs)
     _add_describe(verbs)
+    _add_plan(verbs)
     _add_bench(verbs)
     return root
 
@@ -207,10 +212,18 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(config_files.to_yaml(config), end="")
         return 0
-    from pipeline.training import distributed
+    from pipeline.training import ending
     from pipeline.training.train import train
 
-    outcome = train(config, options.resume)
+    code = _say_outcome(train(config, options.resume))
+    ending.among_ranks(code)
+    return code
+
+
+def _say_outcome(outcome: Outcome) -> int:
+    """Say how training ended; return the exit code."""
+    from pipeline.training import distributed
+
     # The first rank speaks for all: a launcher that ends the job at the first failure (srun --kill-on-bad-exit) would
     # cut it off while it closes its files.
     if not distributed.is_first():
@@ -395,6 +408,77 @@ def _describe(options: argparse.Namespace) -> int:
     if options.json is not None:
         description.save(found, options.json)
     print(description.table(found))
+    return 0
+
+
+def _add_plan(verbs: Verbs) -> None:
+    verb = _verb(verbs, "plan", "predict memory and time of a run, and what makes it fit", _plan)
+    _add_settings(verb, "training.strategy=zero2")
+    verb.add_argument("--gpus", type=int, metavar="N", help="ranks (default: training.devices x nodes)")
+    verb.add_argument("--gpu", default="h100", metavar="NAME", help="kind of GPU, or cpu (default: h100)")
+    verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of each, such as 80GiB (default: that of the kind)")
+    verb.add_argument("--peak-flops", type=float, metavar="X", help="FLOPs a second of each at best (likewise)")
+    verb.add_argument("--utilization", type=float, default=0.4, help="share of them that a run gets (default: 0.4)")
+    verb.add_argument("--time-limit", default="24:00:00", help="of a Slurm job (default: 24:00:00)")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from pipeline import config_files
+    from pipeline.config import Config
+
+    _check_output("json", options.json, JSON)
+    files, overrides = split_settings(options.settings)
+    if options.gpus is not None:
+        overrides += [f"training.devices={options.gpus}", "training.nodes=1"]
+    config = config_files.load(Config, files, overrides)
+    if options.print_config:
+        print(config_files.to_yaml(config), end="")
+        return 0
+    from pipeline.planning import machines, report
+    from pipeline.planning.plan import plan, save
+
+    machine = machines.machine(
+        options.gpu,
+        config.training.precision,
+        memory=options.gpu_memory,
+        peak_flops=options.peak_flops,
+        utilization=options.utilization,
+        time_limit=options.time_limit,
+    )
+    with report.Looking() as looking:
+        found = plan(config, machine, advanced=looking)
+    if options.json is not None:
+        save(found, options.json)
+    print(report.text(found))
+    return 0
+
+
+def _add_checkpoint(verbs: Verbs) -> None:
+    verb = _verb(verbs, "checkpoint", "list, verify or consolidate the checkpoints of a run", _checkpoint)
+    tasks = verb.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
+    for name, text in (
+        ("list", "show which checkpoints there are"),
+        ("verify", "check every hash"),
+        ("consolidate", "put the weights of a checkpoint into one file"),
+    ):
+        task = tasks.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        task.add_argument("path", type=Path, metavar="PATH", help="a run folder, or the folder of one checkpoint")
+        if name != "list":
+            task.add_argument("--step", type=int, help="of a run folder, the checkpoint to take (default: see docs)")
+        if name == "consolidate":
+            task.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from pipeline.runs import inspection
+
+    if options.task == "list":
+        print(inspection.table(inspection.found(options.path)))
+        return 0
+    if options.task == "verify":
+        return 0 if inspection.verify(options.path, options.step) else 1
+    inspection.consolidate(options.path, options.step, options.output)
     return 0
 
 

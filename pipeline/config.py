@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,11 +69,36 @@ class DataConfig:
     """Split to train on."""
     workers: int = 0
     """Loader processes of each rank; 0 reads in the training process. The order of the data does not depend on it."""
+    skip_samples: list[list[int]] = field(default_factory=list)
+    """Training samples to leave out, as ranges ``[first, last]``: ``[[1000, 1999], [52000, 52003]]``. A run that went
+    wrong names its samples so. May be changed on resume for samples that are still ahead."""
 
     def check(self) -> None:
         """Raise ConfigError on values out of range."""
         at_least("data.sequence_length", self.sequence_length, 2)
         at_least("data.workers", self.workers, 0)
+        self._check_skips()
+
+    def _check_skips(self) -> None:
+        """Raise ConfigError unless the ranges are ranges, and each sample is in one at most."""
+        for each in self.skip_samples:
+            if len(each) != 2 or not 0 <= each[0] <= each[1]:
+                raise ConfigError(
+                    f"data.skip_samples holds {each}; it must hold ranges [first, last] of sample numbers, 0 <= first "
+                    "<= last"
+                )
+        for one, other in pairwise(sorted(self.skip_samples)):
+            if other[0] <= one[1]:
+                raise ConfigError(f"data.skip_samples: {one} and {other} overlap; name each sample once")
+
+    def first_unreachable_skip(self, samples: int) -> list[int] | None:
+        """Return the first range of ``skip_samples`` that a run over ``samples`` samples ends before, if any."""
+        left_out = 0
+        for first, last in sorted(self.skip_samples):
+            if first - left_out >= samples:
+                return [first, last]
+            left_out += last - first + 1
+        return None
 
 
 @dataclass
@@ -262,15 +288,35 @@ class TrainingConfig:
     """Tokens of one optimiser step, over all ranks and micro-batches."""
     micro_batch_tokens: int = MISSING
     """Tokens that one rank puts through the model at once; the rest of the batch is accumulated."""
-    precision: Literal["float32", "bf16-mixed"] = "float32"
-    """``float32``, or ``bf16-mixed``: float32 weights with products in bfloat16."""
+    precision: Literal["float32", "bf16-mixed", "bf16"] = "float32"
+    """``float32``; ``bf16-mixed``: float32 weights with products in bfloat16; ``bf16``, under ZeRO: passes use bfloat16
+    weights, and the optimiser updates float32 masters of them."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 leaves them as they are."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; ``auto`` takes GPUs where there are some."""
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """``single`` process, or ``ddp`` (replicas with averaged gradients); ``auto`` takes ddp where there are more
-    ranks than one."""
+    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """``single`` process; ``ddp``: replicas with averaged gradients; ``zero1``, ``zero2``, ``zero3``: ranks divide the
+    optimiser's states, gradients too, weights too (DeepSpeed). ``auto`` takes ddp where there are more ranks than
+    one. A run may go on under another."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where ZeRO keeps master weights and the optimiser's states, and updates them: on the device (``none``), in the
+    host's memory, or on its disk (zero3)."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where zero3 keeps its part of the weights between passes."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk for what is offloaded to ``nvme``."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's own settings (docs/strategies.md), as in its JSON file, beside those that follow from ours; where the
+    two contradict each other, the run is refused."""
+    timeout_seconds: int = 600
+    """How long a rank waits for the others in a collective, and how long a rank may make no progress though it is alive
+    (a whole save, a batch of validation, the first step), before the run ends, in seconds."""
+    silence_seconds: int = 60
+    """How long a rank may give no sign of life before the others take it for lost, in seconds. A process that has died
+    is missed at once; this is for one that is stopped, or whose machine or network is gone."""
+    grace_seconds: int = 10
+    """Once a rank has failed: how long the others have to end by themselves before they are ended, in seconds."""
     devices: int = 1
     """Ranks on each node."""
     nodes: int = 1
@@ -283,6 +329,12 @@ class TrainingConfig:
         """Raise ConfigError on values out of range or that contradict each other."""
         for name in ("tokens", "batch_tokens", "micro_batch_tokens", "devices", "nodes"):
             at_least(f"training.{name}", getattr(self, name), 1)
+        at_least("training.timeout_seconds", self.timeout_seconds, 1)
+        at_most("training.timeout_seconds", self.timeout_seconds, 1_000_000)
+        for name in ("silence_seconds", "grace_seconds"):
+            at_least(f"training.{name}", getattr(self, name), 1)
+            at_most(f"training.{name}", getattr(self, name), 1_000_000)
+        self._check_strategy()
         at_least("training.clip_norm", self.clip_norm, 0)
         at_least("training.threads", self.threads, 0)
         for name in ("threads", "devices", "nodes"):
@@ -299,6 +351,35 @@ class TrainingConfig:
                 f"{self.micro_batch_tokens} x {self.ranks} = {self.micro_batch_tokens * self.ranks}"
             )
 
+    def _check_strategy(self) -> None:
+        """Raise ConfigError where a setting has no use under the strategy."""
+        for name in ("offload_optimizer", "offload_parameters"):
+            value = getattr(self, name)
+            if value == "none":
+                continue
+            if not self.zero_stage:
+                raise ConfigError(f"training.{name} is {value}, but training.strategy is {self.strategy}; set zero3")
+            if self.zero_stage < 3 and (name == "offload_parameters" or value == "nvme"):
+                raise ConfigError(f"training.{name} is {value}, which {self.strategy} cannot; set strategy=zero3")
+            if value == "nvme" and self.nvme_path is None:
+                raise ConfigError(f"training.{name} is nvme; set training.nvme_path to a folder on a local disk")
+        if self.nvme_path is not None and "nvme" not in (self.offload_optimizer, self.offload_parameters):
+            raise ConfigError("training.nvme_path is set, but nothing is offloaded to nvme; set offload_optimizer=nvme")
+        if self.deepspeed and not self.zero_stage:
+            raise ConfigError(
+                f"training.deepspeed is set, but training.strategy is {self.strategy}; set zero1 to zero3"
+            )
+        if self.precision == "bf16" and not self.zero_stage:
+            raise ConfigError(
+                f"training.precision is bf16, which needs ZeRO's float32 masters, but strategy is {self.strategy}; set "
+                "precision=bf16-mixed, or strategy=zero1, zero2 or zero3"
+            )
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO; 0: none."""
+        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+
     @property
     def ranks(self) -> int:
         """Processes that train together."""
@@ -313,6 +394,42 @@ class TrainingConfig:
     def steps(self) -> int:
         """Optimiser steps of the run; a last partial batch is not trained on."""
         return self.tokens // self.batch_tokens
+
+
+@dataclass
+class GuardsConfig:
+    """What happens to a step that goes wrong; see docs/guards.md."""
+
+    spike_deviations: float = 0.0
+    """A step whose loss or gradient norm lies more than this many standard deviations above its mean over the last good
+    steps is a spike: its update is left out. 0 takes every finite step as it is; 6 is a common choice."""
+    spike_window: int = 128
+    """Good steps over which mean and deviation are taken. Before half of them are there, no step is a spike."""
+    spike_limit: int = 10
+    """More spikes than this within ``guards.spike_span`` steps end the run."""
+    spike_span: int = 1000
+    """Steps over which ``guards.spike_limit`` counts."""
+    nonfinite_limit: int = 0
+    """Steps of the whole run whose update may be left out because loss or gradient is not finite; the next one ends the
+    run. 0 ends it at the first."""
+
+    def check(self) -> None:
+        """Raise ConfigError on values out of range or that contradict each other."""
+        at_least("guards.spike_deviations", self.spike_deviations, 0)
+        at_least("guards.spike_window", self.spike_window, 4)
+        at_most("guards.spike_window", self.spike_window, 1_000_000)
+        for name in ("spike_limit", "nonfinite_limit"):
+            at_least(f"guards.{name}", getattr(self, name), 0)
+        if self.spike_span <= self.spike_limit:
+            raise ConfigError(
+                f"guards.spike_span is {self.spike_span}; it must be above spike_limit={self.spike_limit}, as there is "
+                "one spike a step at most"
+            )
+
+    @property
+    def leave_out(self) -> bool:
+        """Whether any update may be left out."""
+        return self.spike_deviations > 0 or self.nonfinite_limit > 0
 
 
 @dataclass
@@ -340,6 +457,9 @@ class CheckpointConfig:
 
     every_steps: int = 1000
     """Optimiser steps between checkpoints; there is one more at the end of the run."""
+    background: bool = True
+    """Write while training goes on, as soon as the state is copied to the host's memory, which must hold it: 12 bytes a
+    parameter over all ranks. The last checkpoint of a process is waited for."""
     keep_last: int = 2
     """Newest checkpoints to keep."""
     keep_every_steps: int = 0
@@ -433,6 +553,8 @@ class Config:
     """Learning-rate schedule; the settings depend on ``learning_rate.name``."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, batch, precision and ranks."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """Steps that go wrong: spikes, and losses that are no numbers."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """Validation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -450,6 +572,17 @@ class Config:
                 raise ConfigError(
                     f"{section}.{name} is {value}; it must be a multiple of data.sequence_length={length}"
                 )
+        samples = self.training.steps * (self.training.batch_tokens // length)
+        if (unreachable := self.data.first_unreachable_skip(samples)) is not None:
+            raise ConfigError(
+                f"data.skip_samples holds {unreachable}, but the run ends before it: it trains on {samples} samples; "
+                "take the range out"
+            )
+        if self.training.zero_stage and isinstance(self.optimizer, MuonConfig):
+            raise ConfigError(
+                f"optimizer.name is muon, which needs whole matrices; {self.training.strategy} divides them: set "
+                "training.strategy=ddp, or optimizer.name=adamw"
+            )
         solver = SOLVERS[self.solver.name]
         solver.check_fits(self.solver, ARCHITECTURES[self.model.architecture])
         solver.check_schedules(self.solver, self.stages)
@@ -485,18 +618,27 @@ class Config:
         }
 
 
-# Settings that may differ when a run is resumed: they change neither what is learnt nor in which order.
-# Everything else belongs to the run's identity.
+# Settings that may differ when a run is resumed: they change neither what is learnt nor in which order, or they mend a
+# run that went wrong. Everything else belongs to the run's identity.
 CHANGEABLE_ON_RESUME = (
     "run.root",
     "data.path",  # the manifest's fingerprint says whether it is the same data
     "data.workers",
+    "data.skip_samples",  # what is ahead may be left out or not; the saved position holds what is behind
     "training.micro_batch_tokens",
     "training.accelerator",
     "training.strategy",
+    "training.offload_optimizer",
+    "training.offload_parameters",
+    "training.nvme_path",
+    "training.deepspeed",
+    "training.timeout_seconds",
+    "training.silence_seconds",
+    "training.grace_seconds",
     "training.devices",
     "training.nodes",
     "training.threads",
+    "guards",
     "solver.activation_checkpointing",
     "solver.segment_length",
     "solver.loop",

@@ -1,7 +1,8 @@
 """Kill a run at many moments, resume it each time, and compare every step with a run that nobody disturbed.
 
 ``make crash`` runs the long version: the demo's model on the demo's data, killed with SIGKILL at random moments and in
-the middle of saves. It prints ``N survived of N``. The test suite calls ``survive`` with a small run.
+the middle of saves; then a small model on two ranks, of which one is killed, for each strategy. It prints ``N survived
+of N`` for each. The test suite runs short versions (``survive``, ``rank_failures.survive_ranks``).
 """
 
 import argparse
@@ -15,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support import backfeed, environment, losses
+from tests.rank_failures import kills, survive_ranks
+from tests.support import backfeed, environment, losses, prepare_data
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -127,7 +129,29 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=600_000)
+    parser.add_argument("--rank-kills", type=int, default=20, help="kills of one of two ranks, for each strategy")
+    parser.add_argument("--strategies", nargs="*", default=["single", "ddp", "zero2", "zero3"], help="what to run")
     options = parser.parse_args()
+    outcomes = [
+        alone(options) if strategy == "single" else of_ranks(strategy, options) for strategy in options.strategies
+    ]
+    return 0 if all(outcomes) else 1
+
+
+def of_ranks(strategy: str, options: argparse.Namespace) -> bool:
+    """Kill one of two ranks again and again."""
+    print(f"{strategy}, two ranks", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place)
+        prepare_data(work)
+        plans = kills(options.rank_kills, options.seed)
+        survived = survive_ranks(work, work / "data", strategy, plans, lambda line: print(f"  {line}", flush=True))
+    print(f"{strategy}: {survived} survived of {options.rank_kills}", flush=True)
+    return survived == options.rank_kills
+
+
+def alone(options: argparse.Namespace) -> bool:
+    """Kill a run of one rank again and again."""
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         done = backfeed("prepare", "configs/data/sotu.yaml", f"output={work / 'data'}", cwd=REPOSITORY, timeout=600)
@@ -142,8 +166,8 @@ def main() -> int:
             "logging.every_steps=1",
         ]
         survived = survive(work, settings, kills=options.kills, seed=options.seed, rows=32)
-    print(f"{survived} survived of {options.kills}")
-    return 0 if survived == options.kills else 1
+    print(f"{survived} survived of {options.kills}", flush=True)
+    return survived == options.kills
 
 
 if __name__ == "__main__":

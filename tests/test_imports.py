@@ -32,6 +32,8 @@ ALLOWED = {
     "training": BASE
     | {"config_files", "conversion", "devices", "config", "data", "models", "solvers", "runs", "evaluation"},
     "description": BASE | {"config", "data", "models", "solvers"},
+    # Of training it takes the objective and the optimisers' groups, which know nothing of Lightning.
+    "planning": BASE | {"config", "data", "description", "models", "solvers", "training"},
     "bench": BASE | {"config", "data", "models", "solvers", "runs", "evaluation", "generation", "training"},
     "cli": None,  # joins all of them
     "__main__": {"cli"},
@@ -82,6 +84,7 @@ def test_every_package_has_its_place():
         ("pipeline.config", ["lightning"]),
         ("pipeline.data.stream", ["lightning"]),
         ("pipeline.runs.loading", ["lightning"]),
+        ("pipeline.planning.report", ["lightning", "deepspeed"]),
         ("pipeline.conversion.convert", ["lightning", "transformers"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it returned."""
@@ -38,14 +40,27 @@ class LiveMemory(TorchDispatchMode):
             return
         holder = tensor if tensor.is_mkldnn else tensor.untyped_storage()
         size = tensor.numel() * tensor.element_size() if tensor.is_mkldnn else tensor.untyped_storage().nbytes()
-        self._known.add(key)
+        number = self._known[key] = len(self._changes)
+        self._changes.append((number, size))
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(holder, self._forget, key, size)
+        weakref.finalize(holder, self._forget, key, number, size)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _forget(self, key: int, number: int, size: int) -> None:
+        if self._known.get(key) == number:
+            del self._known[key]
+        self._changes.append((number, -size))
         self.live -= size
+
+    def peak_without(self, tensors: Iterable[Tensor]) -> int:
+        """Return the most bytes alive at once, of all storages but those of tensors that are alive now."""
+        left_out = {self._known.get(id_of(each)) for each in tensors}
+        live = peak = 0
+        for number, change in self._changes:
+            if number not in left_out:
+                live += change
+                peak = max(peak, live)
+        return peak
 
 
 def id_of(tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
 """What activation checkpointing in segments of time saves, and what it costs.
 
 Each row is one forward and backward of the same RLT on the same tokens, the loop at B = 1; segments of several lengths
-against keeping everything. Memory is the most bytes of tensors alive at once (``live_memory``), without weights.
+against keeping everything. Memory is the most bytes of tensors alive at once in a step (``live_memory``), without
+weights and their gradients.
 """
 
 from __future__ import annotations
@@ -24,32 +25,36 @@ from pipeline.solvers import Solver
 from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.training.objective import objective
 
-VOCAB = 512
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One size of an RLT of two and two blocks.
+    """One size of an RLT, and of its batch.
 
     Attributes:
         width: width of the model.
         length: inputs of a row, T.
         rows: rows of a step.
-        segments: lengths of a segment, in positions; 0 keeps everything and comes first.
+        segments: lengths of a segment, in positions; 0 keeps everything and comes first, then comes the default.
+        blocks: of the encoder, and of the decoder.
+        vocabulary: tokens.
     """
 
     width: int
     length: int
     rows: int
     segments: tuple[int, ...]
+    blocks: int = 2
+    vocabulary: int = 512
 
 
 SHAPES = {
     "t256": Shape(128, 256, 4, (0, 16, 64)),
     "t256_wide": Shape(512, 256, 4, (0, 16, 64)),
-    "t1024": Shape(128, 1024, 4, (0, 32, 256)),
-    "t4096": Shape(128, 4096, 2, (0, 64, 512)),
+    "t1024": Shape(128, 1024, 4, (0, 24, 128)),
+    "t1024_deep": Shape(256, 1024, 4, (0, 24, 128), blocks=4, vocabulary=4096),
+    "t4096": Shape(128, 4096, 2, (0, 48, 256)),
     "tiny": Shape(32, 16, 2, (0, 4)),
 }
 
@@ -72,7 +77,7 @@ def run(options: Options) -> list[Row]:
     A row holds shape, width, length, rows, segment (0: everything is kept), peak_bytes, memory_ratio, seconds (median
     of ``runs``) and time_ratio; the ratios are to segment 0.
     """
-    print("RLT 2+2, B = 1; segment 0 keeps everything")
+    print("RLT, B = 1; segment 0 keeps everything")
     table = Table(COLUMNS).begin()
     for name, shape in options.choose(SHAPES).items():
         measure(name, shape, options.repeats or REPEATS, table)
@@ -81,9 +86,16 @@ def run(options: Options) -> list[Row]:
 
 def measure(name: str, shape: Shape, repeats: int, table: Table) -> None:
     """Measure all segment lengths at one shape and add a row for each."""
-    config = RLTConfig("rlt", vocab_size=VOCAB, width=shape.width, heads=4, encoder_layers=2, decoder_layers=2)
+    config = RLTConfig(
+        "rlt",
+        vocab_size=shape.vocabulary,
+        width=shape.width,
+        heads=4,
+        encoder_layers=shape.blocks,
+        decoder_layers=shape.blocks,
+    )
     model = made(config)
-    tokens = random_tokens(shape.rows, shape.length, VOCAB)
+    tokens = random_tokens(shape.rows, shape.length, shape.vocabulary)
     chosen = {str(segment): solver(segment) for segment in shape.segments}
     runs = alternate({key: partial(step, model, each, tokens) for key, each in chosen.items()}, repeats, name)
     seconds, peaks = medians(runs), {}
@@ -117,13 +129,20 @@ def solver(segment: int) -> Solver:
 
 def step(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> None:
     """Run forward and backward, and let the gradients go."""
-    chosen.adapt(model)
-    objective(model, chosen, tokens, None).value.backward()
+    take_gradients(model, chosen, tokens)
     model.zero_grad()
 
 
 def peak(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> int:
-    """Return the most bytes alive at once in a step, gradients of the weights included."""
+    """Return the most bytes alive at once in a step, without weights and their gradients."""
     with LiveMemory() as memory:
-        step(model, chosen, tokens)
-    return memory.peak
+        take_gradients(model, chosen, tokens)
+    found = memory.peak_without(each.grad for each in model.parameters() if each.grad is not None)
+    model.zero_grad()
+    return found
+
+
+def take_gradients(model: Architecture, chosen: Solver, tokens: torch.Tensor) -> None:
+    """Run forward and backward."""
+    chosen.adapt(model)
+    objective(model, chosen, tokens, None).value.backward()

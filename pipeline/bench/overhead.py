@@ -45,9 +45,10 @@ from pipeline.solvers.parallel import ParallelConfig
 from pipeline.training import learning_rates, optimizers
 from pipeline.training.assembly import Assembly
 from pipeline.training.callbacks.steps import StepCallback
-from pipeline.training.module import PretrainingModule, draw_weights
+from pipeline.training.drawing import draw_weights
+from pipeline.training.module import PretrainingModule
 from pipeline.training.objective import objective
-from pipeline.training.train import quieten
+from pipeline.training.train import first_weights, quieten
 
 REPEATS = 30
 WARM_UP = 3
@@ -191,12 +192,10 @@ class TakingTurns(StepCallback):
 def take_turns(config: Config, manifest: Manifest) -> tuple[list[float], list[float]]:
     """Return the seconds of every step of the bare loop and of the run, in pairs."""
     folder = RunFolder(config.run.folder)
-    model = models.build(config.model)
-    draw_weights(model, config.run.seed)
     folder.open(config, "never", manifest.fingerprint)
     try:
         folder.record(config)
-        assembly = Assembly(config, folder, manifest, model)
+        assembly = Assembly(config, folder, manifest, first_weights(config, manifest, resumed=False))
         assembly.start_logging()
         turns = TakingTurns(bare_steps(config, manifest), config.training.steps - 1)
         assembly.trainer.callbacks.append(turns)  # type: ignore[attr-defined]

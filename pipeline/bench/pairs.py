@@ -41,7 +41,7 @@ from pipeline.solvers.interleaved import InterleavedConfig
 from pipeline.solvers.parallel import ParallelConfig
 from pipeline.solvers.unrolled import UnrolledConfig
 from pipeline.training import optimizers
-from pipeline.training.module import draw_weights
+from pipeline.training.drawing import draw_weights
 from pipeline.training.objective import objective
 
 DATA = Path("data/sotu")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pipeline import models
 from pipeline.models import Architecture, ArchitectureConfig
 from pipeline.solvers import Solver
-from pipeline.training.module import draw_weights
+from pipeline.training.drawing import draw_weights
 from pipeline.training.objective import objective
 
 LEARNING_RATE = 1e-4

@@ -11,7 +11,8 @@ from pipeline.conversion.source import Source, stored
 from pipeline.errors import ConfigError, RunError
 from pipeline.models.transformer import TransformerConfig
 from pipeline.runs import loading
-from pipeline.runs.checkpoints import CONFIG, TOKENIZER, WEIGHTS
+from pipeline.runs.checkpoints import CONFIG, MODEL, TOKENIZER
+from pipeline.runs.tensors import tensor_files
 
 
 def read_checkpoint(path: Path, step: int | None) -> Source:
@@ -32,7 +33,8 @@ def read_checkpoint(path: Path, step: int | None) -> Source:
             f"{path} holds a model of architecture {config.architecture}, which feeds back already; a conversion "
             "starts from a plain transformer"
         )
-    tensors = stored(found.path / WEIGHTS)
+    files = tensor_files(found.path, MODEL)
+    tensors = {name: tensor for file in files for name, tensor in stored(found.path / file).items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes(config):
         raise RunError(f"{found.path}: weights and configuration do not fit each other")
     return Source(
@@ -42,5 +44,5 @@ def read_checkpoint(path: Path, step: int | None) -> Source:
         tokenizer=(found.path / TOKENIZER).read_bytes(),
         document_token=description["tokenizer"]["document_token"],
         tensors={name: (tensor,) for name, tensor in tensors.items()},
-        files={name: found.path / name for name in (CONFIG, TOKENIZER, WEIGHTS)},
+        files={name: found.path / name for name in (CONFIG, TOKENIZER, *files)},
     )

@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from pipeline import config_files
 from pipeline.config import Config
 from pipeline.conversion import folder
@@ -15,8 +13,8 @@ from pipeline.conversion.settings import WITHOUT_EFFECT, changed, misfit, read_m
 from pipeline.conversion.vocabulary import vocabulary
 from pipeline.data.manifest import TOKENIZER_FILE, Manifest
 from pipeline.errors import ConfigError, RunError
-from pipeline.models import Architecture, ArchitectureConfig
-from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, TOKENIZER, WEIGHTS, Checkpoint
+from pipeline.models import ArchitectureConfig
+from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, TOKENIZER, Checkpoint
 
 KEY = "run.initial_weights"
 
@@ -34,25 +32,23 @@ class InitialWeights:
     config: ArchitectureConfig
 
 
-def load(model: Architecture, config: Config, manifest: Manifest) -> list[str]:
-    """Load the weights that ``run.initial_weights`` names into the model.
+def check(config: Config, manifest: Manifest) -> tuple[Path, list[str]]:
+    """Check the weights that ``run.initial_weights`` names against the run.
 
     Args:
-        model: the run's.
         config: the run.
         manifest: its data.
 
     Returns:
-        What a user should know: settings and a tokenizer that fit, but are not those the weights were trained with.
+        Their folder, and what a user should know: settings and a tokenizer that fit, but are not those the weights were
+        trained with.
 
     Raises:
         UserError: there are no such weights, or they do not fit the run.
     """
     assert config.run.initial_weights is not None
     found = find(Path(config.run.initial_weights))
-    remarks = [*check_tokenizer(found, manifest), *check_settings(found, config.model)]
-    model.load_state_dict(load_file(found.path / WEIGHTS))
-    return remarks
+    return found.path, [*check_tokenizer(found, manifest), *check_settings(found, config.model)]
 
 
 def find(path: Path) -> InitialWeights:

@@ -137,12 +137,14 @@ class StreamLoader(RowLoader):
             **self._identity(),
             "samples": self.consumed,
             "tokens": self.consumed * self.stream.sequence_length,
+            "left_out": self.stream.skips.passed(self.consumed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a position; refuses one that means other tokens here.
 
-        Ranks, loader processes, micro-batch and batch may differ from those that wrote it.
+        Ranks, loader processes, micro-batch and batch may differ from those that wrote it, and so may samples to leave
+        out that are still ahead.
         """
         if state.get("format") != STATE_FORMAT:
             raise DataError(f"the saved position has format {state.get('format')!r}; this version reads {STATE_FORMAT}")
@@ -152,7 +154,15 @@ class StreamLoader(RowLoader):
                     f"cannot resume at {describe_position(state)}: {_IDENTITY[key]} was {state.get(key)!r} and is now "
                     f"{here!r}; resume with what the run began with"
                 )
-        self.consumed = int(state["samples"])
+        consumed = int(state["samples"])
+        before, here = state.get("left_out", "[]"), self.stream.skips.passed(consumed)
+        if before != here:
+            raise DataError(
+                f"data.skip_samples names {here} of what lies behind {describe_position(state)}, where the run has "
+                f"left out {before}; only what is ahead can be changed: restore those ranges, or remove the "
+                "checkpoints after the place to change, so that the run goes on from before it"
+            )
+        self.consumed = consumed
 
     def position(self) -> str:
         """Describe the position for a message."""

@@ -1,8 +1,9 @@
 """Rows of tokens for training and evaluation, as pure functions of a position.
 
 Row i of a split is its tokens [i T, i T + T + 1): T inputs and the targets one further on. Training sample number g
-(over all ranks and steps, from 0, without end) is the row that ``GlobalOrder`` puts there. Nothing else decides what
-is read: not the number of ranks or loader processes, nor where a run was stopped.
+(over all ranks and steps, from 0, without end) is the row that ``GlobalOrder`` puts there; a run takes the samples in
+turn, but for those that ``Skips`` leaves out. Nothing else decides what is read: not the number of ranks or loader
+processes, nor where a run was stopped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from pipeline.data.manifest import Manifest, check_shards
 from pipeline.data.order import GlobalOrder
 from pipeline.data.shards import TokenReader
+from pipeline.data.skips import Skips
 from pipeline.errors import ConfigError, DataError, UserError
 from pipeline.files import describe_os_error
 
@@ -136,8 +138,9 @@ class RowStream(IterableDataset):
 class TrainStream(RowStream):
     """Endless rows in random order, a new permutation every epoch, from any global sample number on.
 
-    Step k of the optimizer takes samples [first + k G, first + (k + 1) G). Of them, micro-batch m on rank r of R takes
-    rows [(m R + r) b, (m R + r) b + b).
+    Step k of the optimizer takes places [first + k G, first + (k + 1) G) of the run. Of them, micro-batch m on rank r
+    of R takes rows [(m R + r) b, (m R + r) b + b). The sample at place p is number p, or a later one where samples
+    before it are left out.
 
     Args:
         data: a data folder or its manifest.
@@ -149,8 +152,9 @@ class TrainStream(RowStream):
         rows_per_micro_batch: b, rows that a rank takes at once.
         rank: r, this process's number.
         world_size: R, number of processes.
-        total_samples: samples of the whole run, from 0; a last partial step is left out. None goes on for ever.
-        first_sample: global sample number to start from; read when an iteration begins.
+        total_samples: samples of the whole run, from place 0; a last partial step is left out. None goes on for ever.
+        first_sample: place to start from; read when an iteration begins.
+        skips: samples to leave out.
         verify_hash: also check the hash of each shard when it is first opened.
     """
 
@@ -168,6 +172,7 @@ class TrainStream(RowStream):
         world_size: int = 1,
         total_samples: int | None = None,
         first_sample: int = 0,
+        skips: Skips | None = None,
         verify_hash: bool = False,
     ) -> None:
         super().__init__(
@@ -196,9 +201,10 @@ class TrainStream(RowStream):
         self.rows_per_batch = rows_per_batch
         self.total_samples = total_samples
         self.first_sample = first_sample
+        self.skips = skips or Skips()
 
     def micro_batches_from(self, sample: int) -> int | None:
-        """Return the micro-batches that this rank yields from a global sample number on; None without end."""
+        """Return the micro-batches that this rank yields from a place on; None without end."""
         if self.total_samples is None:
             return None
         steps = max(0, self.total_samples - sample) // self.rows_per_batch
@@ -216,7 +222,7 @@ class TrainStream(RowStream):
             if not len(numbers):
                 return
             firsts = start + (numbers * self.world_size + self.rank) * rows
-            yield from self._block(firsts[:, None] + np.arange(rows, dtype=np.int64))
+            yield from self._block(self.skips.sample(firsts[:, None] + np.arange(rows, dtype=np.int64)))
 
     def _block(self, samples: I64) -> Iterator[Batch]:
         """Yield a micro-batch for each row of global sample numbers."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -49,6 +50,13 @@ from pipeline.models.layers import (
 from pipeline.models.memory import KeyValueMemory
 
 Memory = Mapping[str, KeyValueMemory]
+Whole = Callable[..., AbstractContextManager[None]]
+
+
+def in_place(*parameters: nn.Parameter) -> AbstractContextManager[None]:
+    """Open parameters that are held whole where they are; see ``Architecture.init_weights``."""
+    return nullcontext()
+
 
 MOST = 1 << 24
 """Widths and vocabularies beyond which a size is a slip."""
@@ -193,6 +201,8 @@ class Architecture(nn.Module, ABC):
         refreshes: keys and values can be made anew when the state that they hold changes (``refresh``).
         checkpoint_blocks: recompute each block of a position-parallel stack in backward instead of keeping its
             activations. Loops over time are checkpointed by their solver, in segments.
+        checkpoint_finely: beyond that, go through it a few positions at a time (``recomputed``), and hold fewer logits
+            at once. Sums of gradients are then taken over other groups of positions.
     """
 
     Config: ClassVar[type[ArchitectureConfig]]
@@ -205,7 +215,7 @@ class Architecture(nn.Module, ABC):
         if config.vocab_size is None:
             raise ValueError("vocab_size must be known before a model is built")
         self.config = config
-        self.checkpoint_blocks = False
+        self.checkpoint_blocks = self.checkpoint_finely = False
         self.rotations = Rotations(config.head_width, config.rope_base, config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.readout_layer = Readout(
@@ -334,35 +344,52 @@ class Architecture(nn.Module, ABC):
                 yield from module.parameters()
         yield from (parameter for parameter in self.parameters() if parameter.dim() < 2)
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew, in a fixed order."""
+    def init_weights(self, generator: torch.Generator | None = None, whole: Whole = in_place) -> None:
+        """Draw all weights anew, in a fixed order.
+
+        Args:
+            generator: on the weights' device; None: torch's own.
+            whole: opens parameters that are held elsewhere, or in parts, while they are drawn. It may put others into
+                their modules meanwhile; what is drawn twice has its first value again.
+        """
         config = self.config
-        nn.init.normal_(self.embedding.weight, std=config.embedding_std, generator=generator)
+        with whole(self.embedding.weight):
+            nn.init.normal_(self.embedding.weight, std=config.embedding_std, generator=generator)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                init_linear(module, config.hidden_std_factor, module.in_features, generator, config.hidden_init)
+                with whole(*module.parameters()):
+                    init_linear(module, config.hidden_std_factor, module.in_features, generator, config.hidden_init)
             elif isinstance(module, nn.Embedding) and module is not self.embedding:
                 std = config.hidden_std_factor / config.width**0.5
-                init_matrix(module.weight, std, generator, config.hidden_init)
+                with whole(module.weight):
+                    init_matrix(module.weight, std, generator, config.hidden_init)
             elif isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
-                nn.init.ones_(module.weight)
-                if isinstance(module, LayerNorm):
-                    nn.init.zeros_(module.bias)
+                with whole(*module.parameters()):
+                    nn.init.ones_(module.weight)
+                    if isinstance(module, LayerNorm):
+                        nn.init.zeros_(module.bias)
         if self.readout_layer.head is not None and config.head_std is not None:
-            nn.init.normal_(self.readout_layer.head.weight, std=config.head_std, generator=generator)
+            with whole(self.readout_layer.head.weight):
+                nn.init.normal_(self.readout_layer.head.weight, std=config.head_std, generator=generator)
         for module in self.modules():
             if config.zero_init_outputs:
-                self._zero_output(module)
+                self._zero_output(module, whole)
             init_own = getattr(module, "init_own", None)
             if init_own is not None:
-                init_own(generator)
+                with whole(*module.parameters()):
+                    init_own(generator)
 
     @staticmethod
-    def _zero_output(module: nn.Module) -> None:
+    def _zero_output(module: nn.Module, whole: Whole) -> None:
         if isinstance(module, SelfAttention | CrossAttention):
-            nn.init.zeros_(module.output.weight)
+            output: nn.Module = module.output
         elif isinstance(module, SwiGLU | MLP):
-            nn.init.zeros_(module.down.weight)
+            output = module.down
+        else:
+            return
+        assert isinstance(output, nn.Linear)
+        with whole(output.weight):
+            nn.init.zeros_(output.weight)
 
     def embed(
         self, tokens: Tensor, index: Tensor, starts: Tensor | None, stop: int
@@ -385,6 +412,10 @@ class Architecture(nn.Module, ABC):
     def run_block(self, block: Callable[..., Any], *args: Any, parallel: bool) -> Any:
         """Call ``block``, keeping only its inputs for backward where ``checkpoint_blocks`` asks for it."""
         if self.checkpoint_blocks and parallel and torch.is_grad_enabled():
+            make: Any = getattr(block, "layers", None)
+            layers = make(*args) if make is not None and self.checkpoint_finely else None
+            if layers is not None:
+                return layers.run(args[0])[0]
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models import products
+from pipeline.models.kernels import Kernels
 
 
 @dataclass
@@ -26,16 +27,20 @@ class Recording:
     Attributes:
         rows: rows of which a product is taken.
         capacity: rows of all steps that are recorded at once.
-        begin: place in the buffers of ``CollectedProduct`` at which the stretch of steps at hand begins. Each lies
-            before the last one, so that backward, which goes from the last to the first, finds its rows without a gap.
-        stop: place behind it.
+        left: rows that are left in the buffers of ``CollectedProduct`` for further stretches. Each stretch lies before
+            the last one, so that backward, which goes from the last to the first, finds its rows without a gap.
+        length: rows of the stretch of steps at hand.
+        first: rows of its first step; 0 where nobody has said.
+        steps: its steps.
         stretch: number of the stretch, from 1 on; 0 while nothing is recorded.
     """
 
     rows: int
     capacity: int
-    begin: int
-    stop: int
+    left: int
+    length: int = 0
+    first: int = 0
+    steps: int = 0
     stretch: int = 0
 
 
@@ -53,12 +58,14 @@ class Collector:
             it. Layers that know the collector (``current``) put their gradient aside; what else reads a stand-in gets
             its gradient from autograd, as that of a leaf.
         links: what modules do, as ``links.Link``; None for one whose parameters are not collected.
+        kernels: operations of links; None: torch's own.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: int, capacity: int) -> None:
-        self.recording = Recording(rows, capacity, capacity, capacity)
+        self.recording = Recording(rows, capacity, capacity)
         self.leaves: dict[str, Tensor] = {}
         self.links: dict[object, object] = {}
+        self.kernels: Kernels | None = None
         self._parameters = dict(parameters)
         self._weights: dict[str, CollectedWeight] = {}
         self._heads: list[CollectedHeads] = []
@@ -137,14 +144,21 @@ class Collector:
         self._products.append(CollectedProduct(self.recording, weight))
         return self._products[-1]
 
-    def record(self, rows: int) -> None:
-        """Begin a stretch of steps that are recorded, of so many rows; those recorded before are done with."""
+    def record(self, rows: int, *, first: int = 0, steps: int = 0) -> None:
+        """Begin a stretch of steps that are recorded; those recorded before are done with.
+
+        Args:
+            rows: rows of all its steps.
+            first: rows of the first.
+            steps: number of them. A weight that reads fewer rows than ``first`` there reads as many in every step.
+        """
         recording = self.recording
-        if recording.begin < rows:
+        if recording.left < rows:
             for product in self._products:
                 product.take()
-            recording.begin = recording.capacity
-        recording.begin, recording.stop = recording.begin - rows, recording.begin
+            recording.left = recording.capacity
+        recording.left -= rows
+        recording.length, recording.first, recording.steps = rows, first, steps
         recording.stretch += 1
 
     def gradients(self) -> dict[str, Tensor]:
@@ -173,6 +187,12 @@ class CollectedWeight:
         self._waiting = 0
         self._factor = 1.0
         self._sum: Tensor | None = None
+        self._running: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self._parameter.shape
 
     def forget(self) -> None:
         """Let go of the parameter's value."""
@@ -199,6 +219,12 @@ class CollectedWeight:
         if self._waiting >= self._rows:
             self._take()
 
+    def running(self, dtype: torch.dtype, threads: int, factor: float) -> Tensor:
+        """Return sums [threads, width] that all together, times a factor, are part of the gradient, to be added to."""
+        if self._running is None:
+            self._running, self._factor = torch.zeros(threads, *self.shape, dtype=dtype), factor
+        return self._running
+
     def add(self, gradient: Tensor) -> None:
         """Add to the gradient a tensor that nobody else holds."""
         if self._sum is None:
@@ -216,7 +242,9 @@ class CollectedWeight:
     def _take(self) -> None:
         if self._summands:
             self.add(joined(self._summands).sum(dim=0).mul_(self._factor))
-        self._summands, self._waiting = [], 0
+        if self._running is not None:
+            self.add(self._running.sum(dim=0).mul_(self._factor))
+        self._summands, self._waiting, self._running = [], 0, None
 
 
 class CollectedProduct:
@@ -228,12 +256,18 @@ class CollectedProduct:
         recording: which steps are recorded. The collector itself would make a cycle, that only the garbage collector
             could free.
         weight: W, [out, in].
+
+    Attributes:
+        bias: what is added to the products, whose gradient is the sum of those put aside; None for nothing.
     """
 
     def __init__(self, recording: Recording, weight: CollectedWeight) -> None:
         self._recording, self._weight = recording, weight
+        self.bias: CollectedWeight | None = None
+        self._out, self._in = weight.shape  # a sharded parameter has its shape in a loop alone
         self._layouts: dict[tuple[bool, torch.dtype], tuple[bool, Tensor]] = {}
-        self._stretch = self._next = 0
+        self._stretch = self._next = self._end = 0
+        self._begin: int | None = None
         self._inputs: Tensor | None = None
         self._gradients: Tensor | None = None
         self._low = self._stop = 0
@@ -259,31 +293,69 @@ class CollectedProduct:
 
     def keep(self, x: Tensor) -> int:
         """Keep the rows x [rows, in] that the weight reads; return where they are kept."""
-        recording = self._recording
-        if not recording.stretch:
+        if not self._recording.stretch:
             return 0
-        if self._stretch != recording.stretch:
-            self._stretch, self._next = recording.stretch, recording.begin
-        place, stop = self._next, self._next + x.shape[0]
-        if stop > recording.stop:  # the layer is used several times in a step
+        found = self.room(x.shape[0], x)
+        if found is None:
             self._others.append(Others(x.clone()))
             return -len(self._others)
-        if self._inputs is None:
-            self._inputs = x.new_empty(recording.capacity, x.shape[1])
-        self._inputs[place:stop] = x
-        self._next = stop
+        place, room = found
+        room.copy_(x)
         return place
+
+    def room(self, rows: int, like: Tensor) -> tuple[int, Tensor] | None:
+        """Return the place of the next rows that the weight reads, and the buffer [rows, in] that keeps them.
+
+        The caller writes them. None if they are not kept, or not in the buffer.
+
+        Args:
+            rows: their number.
+            like: a tensor of their dtype and device.
+        """
+        recording = self._recording
+        if not recording.stretch:
+            return None
+        if self._stretch != recording.stretch:
+            self._open(rows)
+        place, stop = self._next, self._next + rows
+        if stop > self._end:  # the layer is used several times in a step
+            return None
+        if self._inputs is None:
+            self._inputs = like.new_empty(recording.capacity, self._in)
+        if self._inputs.dtype is not like.dtype:
+            return None
+        self._next = stop
+        return place, self._inputs[place:stop]
+
+    def _open(self, rows: int) -> None:
+        """Set the stretch at hand before the last one, given the rows that the weight reads in its first step.
+
+        What reads one state a chunk is given no more room than it fills: without gaps the rows of all stretches are
+        summed at once, to the same last bit however many stretches there are.
+        """
+        recording = self._recording
+        length = min(rows * recording.steps, recording.length) if rows < recording.first else recording.length
+        self._end = recording.capacity if self._begin is None else self._begin
+        self._begin = self._next = self._end - length
+        self._stretch = recording.stretch
 
     def put_aside(self, place: int, gradient: Tensor) -> None:
         """Remember the gradient [rows, out] of what the weight made of the rows kept at a place."""
-        rows = gradient.shape[0]
         if place < 0:
             self._others[-place - 1].gradient = gradient.clone()
-            return
+        else:
+            self.gradient_room(place, gradient.shape[0], gradient.dtype).copy_(gradient)
+
+    def gradient_room(self, place: int, rows: int, dtype: torch.dtype) -> Tensor:
+        """Return the buffer [rows, out] that ``put_aside`` fills for the rows kept at a place that is not negative.
+
+        The caller writes them, before anything else is put aside.
+        """
         if self._gradients is None or self._gradients.shape[0] < rows:  # the last step may be shorter than others
             self._take_block()
             size = max(rows, min(self._recording.rows, self._recording.capacity))
-            self._gradients = gradient.new_empty(size, gradient.shape[1])
+            assert self._inputs is not None
+            self._gradients = self._inputs.new_empty(size, self._out, dtype=dtype)
         size = self._gradients.shape[0]
         if self._low < self._stop and (place + rows != self._low or self._stop - place > size):
             self._take_block()
@@ -291,21 +363,26 @@ class CollectedProduct:
             self._low = self._stop = place + rows
         self._low = place
         begin = size - (self._stop - place)
-        self._gradients[begin : begin + rows] = gradient
+        return self._gradients[begin : begin + rows]
 
     def take(self) -> None:
         """Add the products of what was put aside to the gradient."""
         self._take_block()
         for other in self._others:
             if other.gradient is not None:
-                self._weight.add(products.weight_gradient(other.rows, other.gradient))
-        self._others, self._inputs, self._gradients = [], None, None
+                self._add(other.rows, other.gradient)
+        self._others, self._inputs, self._gradients, self._begin = [], None, None, None
 
     def _take_block(self) -> None:
         if self._inputs is not None and self._gradients is not None and self._low < self._stop:
             gradients = self._gradients[self._gradients.shape[0] - (self._stop - self._low) :]
-            self._weight.add(products.weight_gradient(self._inputs[self._low : self._stop], gradients))
+            self._add(self._inputs[self._low : self._stop], gradients)
         self._low = self._stop = 0
+
+    def _add(self, rows: Tensor, gradients: Tensor) -> None:
+        self._weight.add(products.weight_gradient(rows, gradients))
+        if self.bias is not None:
+            self.bias.add(gradients.sum(dim=0))
 
 
 @dataclass
@@ -332,6 +409,7 @@ class CollectedHeads:
         self._summands: list[Tensor] = []
         self._waiting = 0
         self._factor = 1.0
+        self._running: Tensor | None = None
 
     def forget(self) -> None:
         """Let go of the weights' values."""
@@ -354,13 +432,22 @@ class CollectedHeads:
         if self._waiting >= self._rows:
             self.take()
 
+    def running(self, dtype: torch.dtype, threads: int, factor: float) -> Tensor:
+        """Return sums [threads, heads, head_dim]; see ``CollectedWeight.running``."""
+        if self._running is None:
+            shape = sum(self._heads), *self._both[0].shape
+            self._running, self._factor = torch.zeros(threads, *shape, dtype=dtype), factor
+        return self._running
+
     def take(self) -> None:
         """Add what was put aside to the weights' gradients."""
-        if self._summands:
-            parts = joined(self._summands).sum(dim=0).mul_(self._factor).split(self._heads)
-            for weight, part in zip(self._both, parts, strict=True):
+        found = [joined(self._summands).sum(dim=0)] if self._summands else []
+        if self._running is not None:
+            found.append(self._running.sum(dim=0))
+        for each in found:
+            for weight, part in zip(self._both, each.mul_(self._factor).split(self._heads), strict=True):
                 weight.add(part.sum(dim=0))
-        self._summands, self._waiting = [], 0
+        self._summands, self._waiting, self._running = [], 0, None
 
 
 def joined(parts: list[Tensor]) -> Tensor:

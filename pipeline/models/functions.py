@@ -64,10 +64,10 @@ def rms_norm_backward(x: Tensor, weight: Tensor | None, scale: Tensor, gradient:
     return (of_x if of_x.dtype is x.dtype else of_x.to(x.dtype)), product
 
 
-def swiglu_backward(gate_up: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of ``gate_up``; see ``swiglu``."""
+def swiglu_backward(gate_up: Tensor, gradient: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the gradient of ``gate_up``, written to ``out`` if that is given; see ``swiglu``."""
     gate, up = gate_up.chunk(2, dim=-1)
-    both = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    both = torch.empty_like(gate_up, memory_format=torch.contiguous_format) if out is None else out
     of_gate, of_up = both.chunk(2, dim=-1)
     torch.mul(gradient, F.silu(gate), out=of_up)
     torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)

@@ -39,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
         weight = collector.find(self.weight)
         if self.weight is not None and weight is None:
             return None
-        return [links.RMSNormLink(weight, self.normalized_shape[0], self.eps or 0.0)]
+        return [links.RMSNormLink(weight, self.normalized_shape[0], self.eps or 0.0, collector.kernels)]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -211,7 +211,7 @@ class HeadNorms(nn.Module):
         if not links.replaceable(self.query) or not links.replaceable(self.key):
             return None
         both = None if query is None or key is None else collector.heads(query, key, heads)
-        return links.RMSNormLink(both, self.query.normalized_shape[0], self.query.eps or 0.0)
+        return links.RMSNormLink(both, self.query.normalized_shape[0], self.query.eps or 0.0, collector.kernels)
 
 
 class SelfAttention(nn.Module):
@@ -355,7 +355,7 @@ class SwiGLU(nn.Module):
     def links(self, collector: Collector) -> list[links.Link] | None:
         """Return the layer for a loop; see ``links.collected``."""
         into, out = links.links_of(self.gate_up, collector), links.links_of(self.down, collector)
-        return None if into is None or out is None else [*into, links.SwiGLULink(), *out]
+        return None if into is None or out is None else [*into, links.SwiGLULink(collector.kernels), *out]
 
 
 class MLP(nn.Module):

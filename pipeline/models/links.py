@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,43 +23,93 @@ from pipeline.models.functions import (
     swiglu_backward,
     widened,
 )
+from pipeline.models.kernels import MOST_HEAD, Kernels
 
 
 class Link(Protocol):
-    """One layer outside autograd."""
+    """One layer outside autograd.
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
+    Both methods may be given a tensor that the result is to be written to (``out``). They may as well return another.
+    """
+
+    def forward(self, x: Any, out: Tensor | None = None) -> tuple[Any, Any]:
         """Return what the layer makes of x, and what its backward needs."""
 
-    def backward(self, kept: Any, gradient: Any) -> Any:
+    def backward(self, kept: Any, gradient: Any, out: Tensor | None = None) -> Any:
         """Return the gradient of x; put those of parameters aside."""
 
 
 class LinearLink:
-    """x W^T + b; under autocast in its dtype."""
+    """x W^T + b; under autocast in its dtype.
+
+    What it reads, and the gradient of what it gives, are kept in buffers. It offers them to the links before and behind
+    it, so that these write there what would be copied otherwise.
+    """
 
     def __init__(self, product: CollectedProduct, bias: CollectedWeight | None) -> None:
-        self._product, self._bias = product, bias
+        self._product, self._bias, product.bias = product, bias, bias
+        self._room: tuple[Tensor, Tensor, int] | None = None
+        self._gradient_room: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def room(self, shape: torch.Size, like: Tensor) -> Tensor | None:
+        """Return where its next input [*shape, in] may be written; None if it wants to copy it.
+
+        Args:
+            shape: rows of the input.
+            like: a tensor of its dtype and device.
+        """
+        if like.dtype is not torch.float64 and torch.is_autocast_enabled(like.device.type):
+            return None
+        found = self._product.room(shape.numel(), like)
+        if found is None:
+            return None
+        place, rows = found
+        shaped = rows.view(*shape, -1)
+        self._room = shaped, rows, place
+        return shaped
+
+    def gradient_room(self, kept: Any) -> Tensor | None:
+        """Return where the gradient of its result may be written, given what forward kept; None as in ``room``."""
+        place, shape, dtype, inner = kept
+        if place < 0 or dtype is not inner:
+            return None
+        rows = self._product.gradient_room(place, shape[:-1].numel(), inner)
+        shaped = rows.view(*shape[:-1], -1)
+        self._gradient_room = shaped, rows
+        return shaped
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [..., in] to [..., out]."""
-        dtype, kind = x.dtype, x.device.type
-        if dtype is not torch.float64 and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        room, self._room = self._room, None
+        shape, dtype = x.shape, x.dtype
+        if room is not None:
+            shaped, rows, place = room
+            if x is not shaped:
+                shaped.copy_(x)
+        else:
+            kind = x.device.type
+            if dtype is not torch.float64 and torch.is_autocast_enabled(kind):
+                x = x.to(torch.get_autocast_dtype(kind))
+            rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            place = self._product.keep(rows)
         y = self._product(rows, False)
         if self._bias is not None:
             y += self._bias.value(rows.dtype)
-        return y.view(*x.shape[:-1], -1), (self._product.keep(rows), x.shape, dtype, rows.dtype)
+        return y.view(*shape[:-1], -1), (place, shape, dtype, rows.dtype)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         place, shape, dtype, inner = kept
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        gradient = gradient if gradient.dtype is inner else gradient.to(inner)
-        self._product.put_aside(place, gradient)
-        if self._bias is not None:
-            self._bias.put_aside_summands(gradient)
+        room, self._gradient_room = self._gradient_room, None
+        if room is not None:
+            shaped, rows = room
+            if gradient is not shaped:
+                shaped.copy_(gradient)
+            gradient = rows
+        else:
+            gradient = gradient.reshape(-1, gradient.shape[-1])
+            gradient = gradient if gradient.dtype is inner else gradient.to(inner)
+            self._product.put_aside(place, gradient)
         of_x = self._product(gradient, True).view(shape)
         return of_x if of_x.dtype is dtype else of_x.to(dtype)
 
@@ -74,21 +124,42 @@ class RMSNormLink:
         weight: learned weight, [width] or [heads, width]; None for ones.
         width: width of the last dimension.
         eps: added to the mean square.
+        kernels: what takes it in one pass, where it can; None: torch's operations.
     """
 
-    def __init__(self, weight: CollectedWeight | CollectedHeads | None, width: int, eps: float) -> None:
+    def __init__(
+        self,
+        weight: CollectedWeight | CollectedHeads | None,
+        width: int,
+        eps: float,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._weight, self._root, self._least = weight, math.sqrt(width), width * eps
+        self._kernels = None if weight is None else kernels
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [..., width] to the same shape."""
+        if self._kernels is not None and isinstance(self._weight, CollectedWeight) and self._kernels.take(x):
+            x, weight = x.contiguous(), self._weight.scaled(x.dtype, self._root)
+            y, factor = self._kernels.norm(x, weight, self._least, out)
+            return y, (x, factor)
         wide = widened(x)
         factor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().add_(self._least).rsqrt_()
         unit = wide * factor
-        y = unit * (self._root if self._weight is None else self._weight.scaled(unit.dtype, self._root))
+        y = torch.mul(
+            unit, self._root if self._weight is None else self._weight.scaled(unit.dtype, self._root), out=out
+        )
         return (y if y.dtype is x.dtype else y.to(x.dtype)), (unit, factor, x.dtype)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
+        if len(kept) == 2:
+            x, factor = kept
+            assert self._kernels is not None
+            assert isinstance(self._weight, CollectedWeight)
+            weight = self._weight.scaled(x.dtype, self._root)
+            sums = self._weight.running(x.dtype, self._kernels.threads, self._root)
+            return self._kernels.norm_back(x, weight, factor, gradient, sums, out)
         unit, factor, dtype = kept
         gradient = widened(gradient)
         if self._weight is None:
@@ -102,8 +173,15 @@ class RMSNormLink:
                 along = torch.matmul(product, weight).unsqueeze_(-1)
             else:
                 along = (gradient * unit).sum(dim=-1, keepdim=True)
-        of_x = torch.addcmul(gradient, unit, along, value=-1).mul_(factor)
+        of_x = torch.addcmul(gradient, unit, along, value=-1, out=out).mul_(factor)
         return of_x if of_x.dtype is dtype else of_x.to(dtype)
+
+    def turned(self, rotation: RotationLink, like: Tensor) -> TurnLink | None:
+        """Return the norm and a rotation after it as one link for tensors like that given; None if there is none."""
+        if self._kernels is None or self._weight is None:
+            return None
+        both = TurnLink(self._weight, self._root, self._least, rotation, self._kernels)
+        return both if both.takes(like) else None
 
 
 class LayerNormLink:
@@ -112,14 +190,14 @@ class LayerNormLink:
     def __init__(self, weight: CollectedWeight, bias: CollectedWeight, eps: float) -> None:
         self._weight, self._bias, self._eps = weight, bias, eps
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [..., width] to the same shape."""
         wide = widened(x)
         weight, bias = self._weight.value(wide.dtype), self._bias.value(wide.dtype)
         y, mean, scale = torch.native_layer_norm(wide, x.shape[-1:], weight, bias, self._eps)
         return y.to(x.dtype), (x, mean, scale)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         x, mean, scale = kept
         wide = widened(x)
@@ -139,26 +217,33 @@ class LayerNormLink:
 
 
 class SwiGLULink:
-    """silu(gate) * up; see ``functions.swiglu``."""
+    """silu(gate) * up; see ``functions.swiglu``, and ``RMSNormLink`` for the kernels."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [..., 2 hidden] to [..., hidden]."""
+        if self._kernels is not None and self._kernels.take(x):
+            return self._kernels.swiglu(x, out), x
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up), x
+        return torch.mul(F.silu(gate), up, out=out), x
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
-        return swiglu_backward(kept, gradient)
+        if self._kernels is not None and self._kernels.take(kept):
+            return self._kernels.swiglu_back(kept, gradient, out)
+        return swiglu_backward(kept, gradient, out)
 
 
 class GELULink:
     """GELU."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map x to the same shape."""
         return F.gelu(x), x
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         return torch.ops.aten.gelu_backward(gradient, kept)
 
@@ -166,12 +251,12 @@ class GELULink:
 class SquaredReLULink:
     """The square of the positive part."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map x to the same shape."""
         positive = F.relu(x)
         return positive.square(), positive
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         return torch.mul(gradient, kept).mul_(2)
 
@@ -182,13 +267,58 @@ class RotationLink:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos, sin
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Rotate x [rows, n, heads, head_dim]."""
         return rotate_forward(x, self._cos, self._sin), None
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         return rotate_backward(gradient, self._cos, self._sin)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines, [rows or 1, n, 1, head_dim]."""
+        return self._cos, self._sin
+
+
+class TurnLink:
+    """QK-norm and rotation as one, by kernels.
+
+    Args:
+        norm: the norm's weights.
+        root: square root of the width of a head.
+        least: added to the squared norm.
+        rotation: rotary positions.
+        kernels: what takes both in one pass.
+    """
+
+    def __init__(
+        self,
+        norm: CollectedWeight | CollectedHeads,
+        root: float,
+        least: float,
+        rotation: RotationLink,
+        kernels: Kernels,
+    ) -> None:
+        self._weight, self._root, self._least, self._kernels = norm, root, least, kernels
+        self._tables = rotation.tables()
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Map [rows, n, heads, head_dim], heads behind each other, to the same shape."""
+        y, factor = self._kernels.turn(x, self._weight.scaled(x.dtype, self._root), *self._tables, self._least)
+        return y, (x, factor)
+
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the gradient of x, written to ``out`` if that is given, heads behind each other as well."""
+        x, factor = kept
+        of_x = torch.empty_like(gradient, memory_format=torch.contiguous_format) if out is None else out
+        sums = self._weight.running(x.dtype, self._kernels.threads, self._root)
+        weight = self._weight.scaled(x.dtype, self._root)
+        self._kernels.turn_back(x, weight, *self._tables, factor, gradient, sums, of_x)
+        return of_x
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether it maps tensors like x."""
+        return self._kernels.take(x) and x.shape[-1] <= MOST_HEAD and self._tables[0].dtype is x.dtype
 
 
 class HeadsLink:
@@ -203,20 +333,32 @@ class HeadsLink:
 
     def __init__(self, heads: tuple[int, int], head_dim: int, norm: RMSNormLink | None, rotation: RotationLink) -> None:
         self._heads, self._head_dim = heads, head_dim
-        self._links: list[Link] = [rotation] if norm is None else [norm, rotation]
+        self._norm, self._rotation = [] if norm is None else [norm], rotation
 
-    def forward(self, x: Tensor) -> tuple[Any, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Any, Any]:
         """Map [rows, n, packed] to queries, keys and values [rows, n, heads, head_dim], heads of their own."""
         packed = x.view(*x.shape[:-1], -1, self._head_dim)
         both = sum(self._heads)
-        turned, kept = run_links(packed[:, :, :both], self._links)
+        links = turning(self._norm, self._rotation, packed)
+        turned, inner = run_links(packed[:, :, :both], links)
+        kept = links, inner
         return (turned[:, :, : self._heads[0]], turned[:, :, self._heads[0] :], packed[:, :, both:]), kept
 
-    def backward(self, kept: Any, gradient: Any) -> Tensor:
+    def backward(self, kept: Any, gradient: Any, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         of_query, of_key, of_value = gradient
-        both = return_through(self._links, kept, torch.cat([of_query, of_key], dim=2))
-        return torch.cat([both, of_value], dim=2).flatten(2)
+        links, kept = kept
+        both = torch.cat([of_query, of_key], dim=2)
+        rows, count, heads, _ = both.shape
+        if out is None:
+            out = both.new_empty(rows, count, (heads + self._heads[1]) * self._head_dim)
+        by_head = out.view(rows, count, -1, self._head_dim)
+        turned = by_head[:, :, :heads]
+        found = return_through(links, kept, both, turned)
+        if found is not turned:
+            turned.copy_(found)
+        by_head[:, :, heads:].copy_(of_value)
+        return out
 
 
 class QueriesLink:
@@ -229,15 +371,29 @@ class QueriesLink:
     """
 
     def __init__(self, head_dim: int, norm: Sequence[Link], rotation: RotationLink) -> None:
-        self._head_dim, self._links = head_dim, [*norm, rotation]
+        self._head_dim, self._norm, self._rotation = head_dim, norm, rotation
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [rows, n, heads * head_dim] to [rows, n, heads, head_dim]."""
-        return run_links(x.view(*x.shape[:-1], -1, self._head_dim), self._links)
+        by_head = x.view(*x.shape[:-1], -1, self._head_dim)
+        links = turning(self._norm, self._rotation, by_head)
+        y, kept = run_links(by_head, links)
+        return y, (links, kept)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
-        return return_through(self._links, kept, gradient).flatten(2)
+        links, kept = kept
+        if out is None:
+            return return_through(links, kept, gradient).flatten(2)
+        by_head = out.view(*out.shape[:-1], -1, self._head_dim)
+        found = return_through(links, kept, gradient, by_head)
+        return out if found is by_head else found.flatten(2)
+
+
+def turning(norm: Sequence[Link], rotation: RotationLink, like: Tensor) -> Sequence[Link]:
+    """Return a QK-norm, which may be none, and the rotation after it as links for tensors like that given."""
+    both = norm[0].turned(rotation, like) if len(norm) == 1 and isinstance(norm[0], RMSNormLink) else None
+    return [*norm, rotation] if both is None else [both]
 
 
 def links_of(module: nn.Module, collector: Collector) -> list[Link] | None:
@@ -312,20 +468,32 @@ def chain(x: Tensor, *modules: nn.Module, onto: Tensor | None = None) -> Tensor:
     return x if onto is None else onto + x
 
 
-def run_links(x: Any, links: Sequence[Link]) -> tuple[Any, list[Any]]:
+def run_links(x: Tensor, links: Sequence[Link]) -> tuple[Any, list[Any]]:
     """Return what the links make of x, and what each keeps."""
-    kept = []
-    for link in links:
-        x, each = link.forward(x)
+    kept, shape, like, y = [], x.shape[:-1], x, cast(Any, x)
+    for number, link in enumerate(links, start=1):
+        following = links[number] if number < len(links) else None
+        out = following.room(shape, like) if isinstance(following, LinearLink) else None
+        y, each = link.forward(y, out)
         kept.append(each)
-    return x, kept
+    return y, kept
 
 
-def return_through(links: Sequence[Link], kept: list[Any], gradient: Any) -> Any:
-    """Return the gradient of what went into the links; what they kept is let go."""
-    for link in reversed(links):
-        gradient = link.backward(kept.pop(), gradient)
+def return_through(links: Sequence[Link], kept: list[Any], gradient: Any, out: Tensor | None = None) -> Any:
+    """Return the gradient of what went into the links, written to ``out`` if they can; what they kept is let go."""
+    for number in reversed(range(len(links))):
+        each, room = kept.pop(), out
+        if number:
+            before = links[number - 1]
+            room = before.gradient_room(kept[-1]) if isinstance(before, LinearLink) else None
+        gradient = links[number].backward(each, gradient, room)
     return gradient
+
+
+def gradient_room(links: Sequence[Link], kept: list[Any]) -> Tensor | None:
+    """Return where the gradient of what links gave may be written (``LinearLink.gradient_room``)."""
+    last = links[-1]
+    return last.gradient_room(kept[-1]) if isinstance(last, LinearLink) else None
 
 
 class _Chain(torch.autograd.Function):
@@ -346,6 +514,8 @@ class _Chain(torch.autograd.Function):
 
 def residual(x: Tensor, branches: Sequence[Sequence[Link]], scale: float) -> Tensor:
     """Return a residual stream x after branches that each add ``scale`` times what their links make of it."""
+    if not branches:
+        return x
     if not torch.is_grad_enabled():
         for links in branches:
             y, _ = run_links(x, links)
@@ -368,8 +538,61 @@ class _Residual(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        gradient = outputs[0]
-        for links in reversed(ctx.branches):
-            inner = gradient if ctx.scale == 1.0 else gradient * ctx.scale
-            gradient = gradient + return_through(links, ctx.kept.pop(), inner)
+        gradient, scaled = outputs[0], ctx.scale != 1.0
+        for number in reversed(range(len(ctx.branches))):
+            links, kept, room = ctx.branches[number], ctx.kept.pop(), None
+            inner = torch.mul(gradient, ctx.scale, out=gradient_room(links, kept)) if scaled else gradient
+            inner = return_through(links, kept, inner)
+            if number and not scaled:  # the gradient of what the branch before gave
+                room = gradient_room(ctx.branches[number - 1], ctx.kept[-1])
+            gradient = torch.add(gradient, inner, out=room)
         return gradient, None, None
+
+
+def gated(x: Tensor, entry: Tensor, gate: Tensor, links: Sequence[Link], alpha: float) -> Tensor:
+    """Return entry + alpha sigmoid(gate + g) v, [rows, n, d], for what links make of x: g and v behind each other.
+
+    Args:
+        x: [rows or 1, n or 1, ...].
+        entry: [rows or 1, n, d].
+        gate: likewise.
+        links: map x to [rows or 1, n or 1, 2 d].
+        alpha: factor.
+    """
+    if not torch.is_grad_enabled():
+        y, _ = run_links(x, links)
+        return _open(y, entry, gate, alpha)[0]
+    result: Tensor = _Gated.apply(x, entry, gate, links, alpha)
+    return result
+
+
+def _open(y: Tensor, entry: Tensor, gate: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``gated``, the open gate and v."""
+    own, value = y.chunk(2, dim=-1)
+    opened = torch.add(gate, own).sigmoid_()
+    return torch.addcmul(entry, opened, value, value=alpha), opened, value
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Tensor, gate: Tensor, links: Sequence[Link], alpha: float) -> Tensor:
+        y, ctx.kept = run_links(x, links)
+        ctx.links, ctx.alpha, ctx.shapes = links, alpha, (entry.shape, gate.shape)
+        result, ctx.opened, ctx.value = _open(y, entry, gate, alpha)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        opened, value = ctx.opened, ctx.value
+        scaled = outputs[0] * ctx.alpha
+        of_gate = torch.ops.aten.sigmoid_backward(scaled * value, opened)
+        room = gradient_room(ctx.links, ctx.kept)
+        if room is None:
+            room = value.new_empty(*value.shape[:-1], 2 * value.shape[-1])
+        of_own, of_value = room.chunk(2, dim=-1)
+        of_own.copy_(of_gate.sum_to_size(of_own.shape))
+        of_value.copy_(scaled.mul_(opened).sum_to_size(of_value.shape))
+        of_x = return_through(ctx.links, ctx.kept, room)
+        of_entry = outputs[0].sum_to_size(ctx.shapes[0])
+        return of_x, of_entry, of_gate.sum_to_size(ctx.shapes[1]), None, None

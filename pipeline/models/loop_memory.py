@@ -22,6 +22,8 @@ from pipeline.models.inputs import Inputs, Visibility
 
 TILE = 64
 """Slots of time whose part in the gradients of older keys and values is taken at once."""
+SEGMENT_TILE = 16
+"""Likewise with segments, where memory counts."""
 KEPT_KEYS = 128
 """Attention weights of so many keys or less are kept for backward; of more, they are computed again."""
 
@@ -31,19 +33,34 @@ class LoopMemory:
 
     It stands in for a ``KeyValueMemory`` in ``advance``.
 
+    With segments and a window, the buffers hold the slots that one segment attends to. Forward keeps of each segment
+    what later ones attend to (``keep``), and backward brings it back (``go_back``).
+
+    Args:
+        index: see the attributes.
+        window: likewise.
+        gaps: likewise.
+        size: slots that the buffers hold; None for all.
+        tile: slots of time whose part in the gradients of older keys and values is taken at once.
+
     Attributes:
         index: row index of each slot, int64 [rows or 1, slots]; -1 for an empty slot.
         window: only so many slots, the newest, are attended to; None for all.
         gaps: some slots are empty.
+        base: slot at which the buffers begin.
         begin: slot at which the next step begins.
         oldest: slot before which nothing is within the window of the next step.
         live: slot before which keys and values are constants to the next step (truncated backpropagation).
     """
 
-    def __init__(self, index: Tensor, window: int | None, *, gaps: bool) -> None:
+    def __init__(
+        self, index: Tensor, window: int | None, *, gaps: bool, size: int | None = None, tile: int = TILE
+    ) -> None:
         self.index, self.window, self.gaps = index, window, gaps
-        self.begin = self.oldest = self.live = 0
+        self.base = self.begin = self.oldest = self.live = 0
+        self._size, self._tile = index.shape[1] if size is None else size, tile
         self._layers: dict[int, LoopLayer] = {}
+        self._kept: list[Kept] = []
 
     def place(self, begin: int, oldest: int, live: int) -> None:
         """Say where the next step lies; see the attributes."""
@@ -58,9 +75,56 @@ class LoopMemory:
         found = self._layers.get(number)
         if found is None:
             rows, _, heads, head_dim = key.shape
-            shape = (rows * heads, self.index.shape[1], head_dim)
-            found = self._layers[number] = LoopLayer(key.new_empty(shape), key.new_empty(shape))
+            shape = (rows * heads, self._size, head_dim)
+            found = self._layers[number] = LoopLayer(key.new_empty(shape), key.new_empty(shape), self._tile)
         return found
+
+    def go_on(self, base: int, begin: int) -> None:
+        """Let the buffers begin at slot ``base``, for a segment that begins at ``begin``, in forward."""
+        if base != self.base:
+            for layer in self._layers.values():
+                layer.move(base - self.base, begin - base)
+            self.base = base
+
+    def keep(self, begin: int, stop: int) -> None:
+        """Keep slots that are to be brought back."""
+        slots = slice(begin - self.base, stop - self.base)
+        parts = {
+            number: (layer.keys[:, slots].clone(), layer.values[:, slots].clone())
+            for number, layer in self._layers.items()
+        }
+        self._kept.append(Kept(begin, stop, parts))
+
+    def go_back(self, base: int, begin: int, stop: int, later: int | None) -> None:
+        """Let the buffers hold slots from ``base`` on, for a segment from ``begin`` to ``stop``, in backward.
+
+        Args:
+            base: slot at which the buffers are to begin.
+            begin: slot at which the segment begins.
+            stop: slot behind it.
+            later: slot at which the buffers began in the segment after this; None: this is the last.
+        """
+        self._kept = [each for each in self._kept if each.begin < begin]
+        self.base = base
+        for number, layer in self._layers.items():
+            if later is not None:
+                layer.return_to(later - base, stop - later)
+            for each in reversed(self._kept):
+                first = max(base, each.begin)
+                if first >= each.stop:
+                    break
+                keys, values = each.parts[number]
+                slots, some = slice(first - base, each.stop - base), slice(first - each.begin, None)
+                layer.keys[:, slots], layer.values[:, slots] = keys[:, some], values[:, some]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Keys and values of slots that a later segment attends to, by layer."""
+
+    begin: int
+    stop: int
+    parts: dict[int, tuple[Tensor, Tensor]]
 
 
 class LoopStep:
@@ -70,8 +134,8 @@ class LoopStep:
 
     def __init__(self, memory: LoopMemory, length: int) -> None:
         self._memory = memory
-        first, begin = memory.oldest, memory.begin
-        self._span = Span(first, max(first, memory.live), begin, begin + length)
+        first, begin, base = memory.oldest, memory.begin, memory.base
+        self._span = Span(first - base, max(first, memory.live) - base, begin - base, begin + length - base)
         self.key_index = memory.index[:, first : begin + length]
 
     @property
@@ -127,11 +191,12 @@ class LoopShared:
     Args:
         key: [rows, heads, m, head_dim].
         value: likewise.
+        tile: see ``LoopMemory``.
     """
 
-    def __init__(self, key: Tensor, value: Tensor) -> None:
+    def __init__(self, key: Tensor, value: Tensor, tile: int = TILE) -> None:
         self._shape = key.shape
-        self._layer = LoopLayer(key.flatten(0, 1).contiguous(), value.flatten(0, 1).contiguous())
+        self._layer = LoopLayer(key.flatten(0, 1).contiguous(), value.flatten(0, 1).contiguous(), tile)
 
     @property
     def length(self) -> int:
@@ -160,7 +225,7 @@ class LoopShared:
 
 @dataclass(frozen=True)
 class Span:
-    """Slots that a step attends to.
+    """Slots that a step attends to, counted from where the buffers begin.
 
     Attributes:
         first: the oldest.
@@ -196,10 +261,10 @@ class Part:
 
 
 class LoopLayer:
-    """Buffers of one layer's keys and values, [rows * heads, slots, head_dim]."""
+    """Buffers of one layer's keys and values, [rows * heads, slots, head_dim]; see ``LoopMemory`` for the tile."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: Tensor, values: Tensor, tile: int) -> None:
+        self.keys, self.values, self._width = keys, values, tile
         self._parts: list[Part] = []
         self._queries = 0
         self._tile: int | None = None
@@ -223,13 +288,27 @@ class LoopLayer:
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self.keys, dtype=torch.promote_types(torch.float32, self.keys.dtype))
 
+    def move(self, far: int, count: int) -> None:
+        """Let the buffers begin so many slots later; ``count`` slots stay, the rest is to be written anew."""
+        for buffer in (self.keys, self.values):
+            buffer[:, :count] = buffer[:, far : far + count].clone()
+
+    def return_to(self, far: int, count: int) -> None:
+        """Let the gradients begin so many slots earlier; ``count`` slots, the first, stay, and the rest are zero."""
+        self.take()
+        for buffer in (self._key_gradients, self._value_gradients):
+            if buffer is not None:
+                stays = buffer[:, :count].clone()
+                buffer.zero_()
+                buffer[:, far : far + count] = stays
+
     def add(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
         """Add a step's part; see ``Part`` for the factors, whose slots are those of the span."""
-        tile = span.begin // TILE
+        tile = span.begin // self._width
         if self._tile is not None and tile != self._tile:
             self.take()
         self._tile = tile
-        near = max(span.live, min(span.begin, tile * TILE))
+        near = max(span.live, min(span.begin, tile * self._width))
         if near < span.stop:
             self._add_now(
                 Part(near, span.stop, query, scores[..., near - span.first :], weights[..., near - span.first :], out)
@@ -241,7 +320,7 @@ class LoopLayer:
     def add_shared(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
         """Add a step's part to keys and values whose gradients no step waits for."""
         self._put_aside(Part(span.first, span.stop, query, scores, weights, out))
-        if self._queries >= TILE:
+        if self._queries >= self._width:
             self.take()
 
     def _put_aside(self, part: Part) -> None:
@@ -264,19 +343,18 @@ class LoopLayer:
         if not self._parts:
             return
         first, stop = min(part.first for part in self._parts), max(part.stop for part in self._parts)
-        query = torch.cat([part.query for part in self._parts], dim=1)
-        out = torch.cat([part.out for part in self._parts], dim=1)
-        scores = query.new_zeros(query.shape[0], query.shape[1], stop - first)
-        weights = torch.zeros_like(scores)
-        row = 0
-        for part in self._parts:
-            rows, slots = slice(row, row + part.query.shape[1]), slice(part.first - first, part.stop - first)
-            scores[:, rows, slots] = part.scores
-            weights[:, rows, slots] = part.weights
-            row = rows.stop
-        self.key_gradients[:, first:stop] += torch.bmm(scores.transpose(1, 2), query)
-        self.value_gradients[:, first:stop] += torch.bmm(weights.transpose(1, 2), out)
-        self._parts, self._queries = [], 0
+        for gradients, factors in (
+            (self.key_gradients, [(part, part.scores, part.query) for part in self._parts]),
+            (self.value_gradients, [(part, part.weights, part.out) for part in self._parts]),
+        ):
+            rows = torch.cat([each for _, _, each in factors], dim=1)
+            shares = rows.new_zeros(rows.shape[0], rows.shape[1], stop - first)
+            row = 0
+            for part, each, _ in factors:
+                shares[:, row : row + each.shape[1], part.first - first : part.stop - first] = each
+                row += each.shape[1]
+            gradients[:, first:stop].baddbmm_(shares.transpose(1, 2), rows)
+        self._parts, self._queries, self._tile = [], 0, None
 
 
 class AttentionLink:
@@ -292,7 +370,7 @@ class AttentionLink:
     def __init__(self, layer: LoopLayer, span: Span, visible: Visibility, dropout: float) -> None:
         self._layer, self._span, self._visible, self._dropout = layer, span, visible, dropout
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map queries [rows, n, heads, head_dim] to [rows, n, heads * head_dim]."""
         layer, span = self._layer, self._span
         rows, count, _, head_dim = x.shape
@@ -303,10 +381,10 @@ class AttentionLink:
             used, kept = torch.native_dropout(weights, self._dropout, True)
         few = kept is not None or span.stop - span.first <= KEPT_KEYS
         used = used if used.dtype is scaled.dtype else used.to(scaled.dtype)
-        out = unfolded(torch.bmm(used, layer.values[:, span.first : span.stop]), rows, count)
-        return out, (scaled, weights if few else None, kept, rows, count)
+        found = weighted(used, layer.values[:, span.first : span.stop], rows, count, out)
+        return found, (scaled, weights if few else None, kept, rows, count)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Tensor:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of the queries; add those of keys and values to the layer's."""
         of_query, factors = self._gradients(kept, gradient)
         self._layer.add_shared(self._span, *factors)
@@ -342,7 +420,7 @@ class SelfAttentionLink(AttentionLink):
         self._memory, self._number = memory, layer
         self._span, self._visible, self._dropout = span, visible, dropout
 
-    def forward(self, x: Any) -> tuple[Tensor, Any]:
+    def forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map queries [rows, n, heads, head_dim], keys and values [rows, n, kv_heads, head_dim] likewise."""
         query, key, value = x
         self._layer = self._memory.layer(self._number, key)
@@ -350,9 +428,9 @@ class SelfAttentionLink(AttentionLink):
         own = slice(self._span.begin, self._span.stop)
         for buffer, new in ((self._layer.keys, key), (self._layer.values, value)):
             buffer.view(rows, heads, -1, head_dim)[:, :, own] = new.transpose(1, 2)
-        return super().forward(query)
+        return super().forward(query, out)
 
-    def backward(self, kept: Any, gradient: Tensor) -> Any:
+    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Any:
         """Return the gradients of all three; that of the step's keys and values has what later steps added."""
         of_query, factors = self._gradients(kept, gradient)
         layer, span, rows = self._layer, self._span, kept[3]
@@ -400,11 +478,26 @@ def folded(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, -1, head_dim)
 
 
-def unfolded(x: Tensor, rows: int, count: int) -> Tensor:
-    """Return what ``folded`` gave as [rows, n, heads * head_dim]."""
+def weighted(weights: Tensor, values: Tensor, rows: int, count: int, out: Tensor | None = None) -> Tensor:
+    """Return sums of values, [rows, n, heads * head_dim], written to ``out`` if that is given.
+
+    Args:
+        weights: [rows * kv_heads, heads / kv_heads * n, m], in the order of ``folded``.
+        values: [rows * kv_heads, m, head_dim].
+        rows: number of rows.
+        count: n.
+        out: of the values' dtype.
+    """
     if count == 1:
-        return x.view(rows, 1, -1)
-    return x.view(rows, -1, count, x.shape[-1]).transpose(1, 2).flatten(2)
+        if out is None:
+            return torch.bmm(weights, values).view(rows, 1, -1)
+        torch.bmm(weights, values, out=out.view(*weights.shape[:2], -1))
+        return out
+    found = torch.bmm(weights, values).view(rows, -1, count, values.shape[2]).transpose(1, 2)
+    if out is None:
+        return found.flatten(2)
+    out.view(found.shape).copy_(found)
+    return out
 
 
 def attention_weights(scaled: Tensor, keys: Tensor, visible: Visibility, rows: int, count: int) -> Tensor:

@@ -13,8 +13,9 @@ the merge is left out, z = e_t). All three have the same weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from omegaconf import MISSING
@@ -29,7 +30,9 @@ from pipeline.models.base import (
     ArchitectureConfig,
     Flops,
     Memory,
+    Whole,
     count_parameters,
+    in_place,
 )
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
@@ -51,6 +54,7 @@ from pipeline.models.layers import (
     turned,
 )
 from pipeline.models.memory import Attends, KeyValueMemory, Recalls, Shared
+from pipeline.models.recomputed import Layers, callable_by_rows, of_rows
 from pipeline.models.stack import (
     Block,
     Stack,
@@ -102,6 +106,10 @@ class RLTConfig(ArchitectureConfig):
             )
 
 
+Branches = Sequence[Sequence[links.Link]]
+"""Branches of a residual stream; see ``links.residual``."""
+
+
 class Merge(nn.Module):
     """The gate through which the state enters (2.9-2.11)."""
 
@@ -126,6 +134,9 @@ class Merge(nn.Module):
 
     def forward(self, entry: Tensor, gate: Tensor, state: Tensor) -> Tensor:
         """Merge entry [R, n, d], with its half of the gate, and state [R, n or 1, d]."""
+        found = links.collected(self.norm, self.state)
+        if found is not None and state.dtype is entry.dtype is gate.dtype:
+            return links.gated(state, entry, gate, found, self.alpha)
         state_gate, value = self.state(self.norm(state)).chunk(2, dim=-1)
         return torch.addcmul(entry, torch.sigmoid(gate + state_gate), value, value=self.alpha)
 
@@ -199,23 +210,45 @@ class DecoderBlock(nn.Module):
             past: what cross-attention sees.
             twin: encoder block whose weights stand in for those that a tied decoder lacks.
         """
+        branches = self._branches(cos, sin, window, attends, recalls, past, twin)
+        if branches is not None:
+            return links.residual(z, branches, 1.0)
         attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
         dropout = self.dropout if self.training else 0.0
-        if not dropout:
-            rotation = links.RotationLink(cos, sin)
-            branches = (
-                attention.links(self.attention_norm, self.head_norms, rotation, attends, window),
-                self.cross.links(self.cross_norm, self.cross_head_norms, rotation, recalls, past),
-                links.collected(self.ffn_norm, ffn),
-            )
-            collected = [branch for branch in branches if branch is not None]
-            if len(collected) == len(branches):
-                return links.residual(z, collected, 1.0)
         query, key, value = attention.enter(z, self.attention_norm, self.head_norms, cos, sin)
         z = add_branch(z, attends(query, key, value, window, dropout).flatten(2), attention.output, dropout=dropout)
         query = self.cross.enter(z, self.cross_norm, self.cross_head_norms, cos, sin)
         z = add_branch(z, recalls(query, past, dropout).flatten(2), self.cross.output, dropout=dropout)
         return add_branch(z, z, self.ffn_norm, ffn, dropout=dropout)
+
+    def links(self, *settings: Any) -> Branches | None:
+        """Return the block as branches of a residual stream within a loop, given all that ``forward`` is but z.
+
+        None if it is not all collected (``links.collected``), or not called as it is written here.
+        """
+        return self._branches(*settings) if links.follows(self, "forward") else None
+
+    def _branches(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        window: Visibility,
+        attends: Attends,
+        recalls: Recalls,
+        past: Visibility,
+        twin: Block,
+    ) -> Branches | None:
+        if self.dropout and self.training:
+            return None
+        attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
+        rotation = links.RotationLink(cos, sin)
+        branches = (
+            attention.links(self.attention_norm, self.head_norms, rotation, attends, window),
+            self.cross.links(self.cross_norm, self.cross_head_norms, rotation, recalls, past),
+            links.collected(self.ffn_norm, ffn),
+        )
+        collected = [branch for branch in branches if branch is not None]
+        return collected if len(collected) == len(branches) else None
 
 
 @ARCHITECTURES.register("rlt")
@@ -257,10 +290,11 @@ class RLT(Architecture):
             "unlearned": replace(base, norm="rms_unlearned", ffn="relu2", tied_head=False, logit_softcap=5.0),
         }
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew, in a fixed order."""
-        super().init_weights(generator)
-        nn.init.normal_(self.initial, std=self.config.embedding_std, generator=generator)
+    def init_weights(self, generator: torch.Generator | None = None, whole: Whole = in_place) -> None:
+        """Draw all weights anew, in a fixed order; see ``Architecture.init_weights``."""
+        super().init_weights(generator, whole)
+        with whole(self.initial):
+            nn.init.normal_(self.initial, std=self.config.embedding_std, generator=generator)
 
     def new_memory(self, capacity: int | None = None) -> Memory:
         """Return empty memories: the encoder's keys and values, the memory read from it, the decoder's window."""
@@ -282,12 +316,24 @@ class RLT(Architecture):
         x, values = self.embed(tokens, index, starts, stop)
         inputs = Inputs(index, starts, stop, values)
         entry, _, encoder = self.encoder.run(self, x, inputs, None if memory is None else memory["encoder"])
-        shared = [] if self.memory is None else self.memory(entry, values["cos"], values["sin"])
+        shared = [] if self.memory is None else self._shared(self.memory, entry, values["cos"], values["sin"])
         if memory is not None and encoder is not None:
             step = memory["shared"].step(inputs)
             shared = [Shared(*step.join(group, each.key, each.value)) for group, each in enumerate(shared)]
             memory = {**memory, "encoder": encoder, "shared": step.close()}
         return Inputs(index, starts, stop, {**values, "entry": entry}, tuple(shared)), memory or {}
+
+    def _shared(self, memory: EncoderMemory, entry: Tensor, cos: Tensor, sin: Tensor) -> list[Shared]:
+        """Return the keys and values of entry [rows, n, width], of all that was computed for them alone if need be."""
+        if not (self.checkpoint_finely and torch.is_grad_enabled() and callable_by_rows(memory)):
+            return memory(entry, cos, sin)
+
+        def tensors(part: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            made = memory(part, of_rows(cos, rows), of_rows(sin, rows))
+            return tuple(tensor for each in made for tensor in (each.key, each.value))
+
+        found = iter(Layers(memory, tensors).run(entry))
+        return [Shared(key, value) for key, value in zip(found, found, strict=True)]
 
     def prepare_feedback(self, inputs: Inputs) -> Inputs:
         """Add the token's half of the gate; see ``Architecture.prepare_feedback``."""
@@ -310,10 +356,9 @@ class RLT(Architecture):
         reach = min(inputs.stop, inputs.shared[0].length)
         past = self._past(inputs, reach)
         groups = self.settings.memory_groups
-        for layer, block in enumerate(self.decoder):
-            z = self.run_block(
-                block,
-                z,
+        branches: list[Sequence[links.Link]] = []  # of blocks that follow each other: one node to autograd
+        for layer, block in enumerate(self._decoder_blocks()):
+            settings = (
                 inputs.values["cos"],
                 inputs.values["sin"],
                 window,
@@ -321,8 +366,14 @@ class RLT(Architecture):
                 inputs.shared[layer * groups // len(self.decoder)].attention(reach),
                 past,
                 self.encoder[min(layer, len(self.encoder) - 1)],
-                parallel=step is None or step.recomputes,
             )
+            found = block.links(*settings)
+            if found is not None:
+                branches += found
+                continue
+            z, branches = links.residual(z, branches, 1.0), []
+            z = self.run_block(block, z, *settings, parallel=step is None or step.recomputes)
+        z = links.residual(z, branches, 1.0)
         if memory is not None and step is not None:
             memory = {**memory, "decoder": step.close()}
         return z, memory or {}

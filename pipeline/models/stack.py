@@ -17,9 +17,11 @@ from pipeline.models.base import MOST_LAYERS, Architecture, ArchitectureConfig, 
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
+    MLP,
     HeadNorms,
     Linear,
     SelfAttention,
+    SwiGLU,
     add_branch,
     attend_same,
     make_ffn,
@@ -28,6 +30,7 @@ from pipeline.models.layers import (
     turned,
 )
 from pipeline.models.memory import Attends, KeyValueMemory, Step
+from pipeline.models.recomputed import Layers, callable_by_rows, of_rows
 
 
 @dataclass
@@ -178,7 +181,33 @@ class Block(nn.Module):
         if self.attention_gate is not None:
             out = out * torch.sigmoid(self.attention_gate(inner))[..., None]
         x = add_branch(x, out.flatten(2), self.attention.output, dropout=dropout, scale=self.scale)
+        return self._fed_forward(x, dropout)
+
+    def _fed_forward(self, x: Tensor, dropout: float = 0.0) -> Tensor:
         return add_branch(x, x, self.ffn_norm, self.ffn, dropout=dropout, scale=self.scale)
+
+    def layers(
+        self, x: Tensor, cos: Tensor, sin: Tensor, visible: Visibility, attends: Attends, *others: Any
+    ) -> Layers | None:
+        """Return a call of the block as layers that are computed again a few positions at a time.
+
+        None where it has more than attention of positions to each other and feed-forward, or draws at random, or where
+        hooks would be called more than once.
+        """
+        more = type(self) is not Block or self.attention_gate is not None or any(each is not None for each in others)
+        draws = self.dropout and self.training
+        if more or draws or attends is not attend_same or not callable_by_rows(self):
+            return None
+
+        def attention(part: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            seen = visible if visible.mask is None else replace(visible, mask=of_rows(visible.mask, rows))
+            tables = of_rows(cos, rows), of_rows(sin, rows)
+            out = attends(*self.attention.enter(part, self.attention_norm, self.head_norms, *tables), seen, 0.0)
+            return (add_branch(part, out.flatten(2), self.attention.output, scale=self.scale),)
+
+        if type(self.ffn) in (SwiGLU, MLP):
+            return Layers(self, attention, self._fed_forward)
+        return Layers(self, lambda part, rows: (self._fed_forward(attention(part, rows)[0]),))
 
     def enter(self, x: Tensor, extra: Any) -> Tensor:
         """Return the residual stream x [rows, n, width] as the block takes it in."""

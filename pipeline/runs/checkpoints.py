@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,12 @@ from pipeline.files import fsync_file, fsync_folder, sha256_file, write_atomical
 DESCRIPTION = "checkpoint.json"
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer.json"
-WEIGHTS = "model.safetensors"
+MODEL = "model"
+WEIGHTS = f"{MODEL}.safetensors"
+OPTIMIZER = "optimizer"
 TRAINING = "training.pt"
 SEAL = "sha256"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step_(\d{10})")
 _ASIDE = ".writing-"
 
@@ -36,6 +38,29 @@ _ASIDE = ".writing-"
 def seal(description: dict[str, Any]) -> str:
     """Return the hash of a description's content."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+def vouch(folder: Path, step: int, hashed: Mapping[str, Any] | None = None, **description: Any) -> None:
+    """Flush and hash all files of a folder, and describe them and their hashes in ``checkpoint.json``.
+
+    Args:
+        folder: of a checkpoint.
+        step: optimiser steps done.
+        hashed: size and hash of files that whoever wrote them has flushed and hashed already.
+        **description: plain values to record beside step and hashes.
+    """
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if hashed and name in hashed:
+            files[name] = hashed[name]
+            continue
+        fsync_file(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    content = {"format": FORMAT, "step": step, **description, "files": files}
+    write_atomically(folder / DESCRIPTION, json.dumps({**content, SEAL: seal(content)}, indent=1) + "\n")
+    for each in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        fsync_folder(each)
 
 
 @dataclass(frozen=True)
@@ -65,9 +90,8 @@ class Checkpoint:
             raise RunError(f"{self.path} holds the checkpoint of step {found['step']}; give it its own name back")
         return found
 
-    def verify(self) -> dict[str, Any]:
-        """Return ``describe()`` after comparing every file's size and hash; RunError names the first that differs."""
-        description = self.describe()
+    def check_sizes(self, description: dict[str, Any]) -> None:
+        """Raise RunError, naming the first, if a file is missing or of another size than ``description`` says."""
         for name, expected in description["files"].items():
             path = self.path / name
             if not path.is_file():
@@ -75,8 +99,19 @@ class Checkpoint:
             size = path.stat().st_size
             if size != expected["bytes"]:
                 raise RunError(f"{path} has {size} bytes, not {expected['bytes']}; the checkpoint is damaged")
+
+    def verify(self, advance: Callable[[int], object] = bool) -> dict[str, Any]:
+        """Return ``describe()`` after comparing every file's size and hash; RunError names the first that differs.
+
+        ``advance`` is told the bytes of each file that has been read.
+        """
+        description = self.describe()
+        self.check_sizes(description)
+        for name, expected in description["files"].items():
+            path = self.path / name
             if sha256_file(path) != expected["sha256"]:
                 raise RunError(f"{path} does not match its hash; the checkpoint is damaged")
+            advance(expected["bytes"])
         return description
 
 
@@ -96,6 +131,11 @@ class CheckpointStore:
             return []
         found = ((path, _NAME.fullmatch(path.name)) for path in self.folder.iterdir() if path.is_dir())
         return sorted((Checkpoint(path, int(match[1])) for path, match in found if match), key=lambda each: each.step)
+
+    def last_good(self) -> str:
+        """Say which checkpoint a run that went wrong can go on from."""
+        found = self.list()
+        return f"the last good checkpoint is {found[-1].path}" if found else "there is no checkpoint yet"
 
     def at(self, step: int) -> Checkpoint:
         """Return the checkpoint of ``step``; RunError lists those that there are."""
@@ -155,21 +195,19 @@ class CheckpointStore:
         aside.mkdir(parents=True)
         return aside
 
-    def finish(self, step: int, **description: Any) -> Checkpoint:
-        """Flush and hash all that was written for ``step``, then make it visible."""
-        aside, final = self.aside(step), self.folder / f"step_{step:010d}"
-        files = {}
-        for path in sorted(path for path in aside.rglob("*") if path.is_file()):
-            fsync_file(path)
-            name = path.relative_to(aside).as_posix()
-            files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        content = {"format": FORMAT, "step": step, **description, "files": files}
-        write_atomically(aside / DESCRIPTION, json.dumps({**content, SEAL: seal(content)}, indent=1) + "\n")
-        for folder in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
-            fsync_folder(folder)
+    def finish(self, step: int, hashed: Mapping[str, Any] | None = None, **description: Any) -> Checkpoint:
+        """Flush and hash what was written for ``step``, then make it visible.
+
+        Args:
+            step: optimiser steps done.
+            hashed: size and hash of files that whoever wrote them has flushed and hashed already.
+            **description: see ``writing``.
+        """
+        final = self.folder / f"step_{step:010d}"
+        vouch(self.aside(step), step, hashed, **description)
         if final.exists():  # only a damaged one is ever written again
             shutil.rmtree(final)
-        aside.rename(final)
+        self.aside(step).rename(final)
         fsync_folder(self.folder)
         return Checkpoint(final, step)
 

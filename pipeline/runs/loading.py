@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from pipeline import config_files, models, solvers
 from pipeline.choices import chosen_by
@@ -16,8 +15,9 @@ from pipeline.config import Config, solver_configs
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RunError
 from pipeline.models import ARCHITECTURES, Architecture
-from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, TOKENIZER, WEIGHTS, Checkpoint
+from pipeline.runs.checkpoints import CONFIG, DESCRIPTION, MODEL, TOKENIZER, Checkpoint
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.tensors import TensorReader
 from pipeline.solvers import SOLVERS, Solver, SolverConfig
 
 
@@ -64,7 +64,7 @@ def load(
     config = config_files.load(Config, [checkpoint.path / CONFIG], [])
     model = models.build(config.model).to(device).eval()
     try:
-        model.load_state_dict(load_file(checkpoint.path / WEIGHTS, device=str(device)))
+        model.load_state_dict(TensorReader(checkpoint.path, MODEL))
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{checkpoint.path}: weights and configuration do not fit each other: {reason}") from None

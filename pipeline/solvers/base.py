@@ -28,8 +28,8 @@ class SolverConfig:
     """Solver: ``parallel``, ``chunked``, ``unrolled`` or ``interleaved``."""
     activation_checkpointing: bool = False
     """Keep less for backward and compute it again: blocks of position-parallel stacks one by one, loops over time in
-    segments. States are the same to the last bit, and so are gradients, but for the rounding of sums that a loop takes
-    over other groups of positions."""
+    segments. States are the same to the last bit, and so are gradients, but for the rounding of sums that solver
+    ``chunked`` takes over other groups of positions."""
 
     def evaluated(self) -> SolverConfig:
         """Return the settings without those that training alone knows."""
@@ -170,6 +170,7 @@ class Solver(ABC):
     def adapt(self, model: Architecture) -> None:
         """Set the model up for training: checkpointing, and no gradient for what stays unused without feedback."""
         model.checkpoint_blocks = self.config.activation_checkpointing
+        model.checkpoint_finely = False
         for parameter in model.dormant_parameters():
             parameter.requires_grad_(self.feeds_back)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,15 @@ class CapturedLoops:
         self._loops: dict[Hashable, CapturedLoop] = {}
 
     def run(
-        self, model: Architecture, inputs: Inputs, plan: Plan, register: Feedback, *, segment: int, window: int
+        self,
+        model: Architecture,
+        inputs: Inputs,
+        plan: Plan,
+        register: Feedback,
+        *,
+        segment: int,
+        window: int,
+        late: bool = False,
     ) -> Tensor:
         """Return the states of all slots; see ``loop.run_loop``.
 
@@ -54,6 +63,7 @@ class CapturedLoops:
             register: what the first step is fed.
             segment: steps that are computed again at once in backward.
             window: steps of a window of truncated backpropagation.
+            late: the inputs lack what ``prepare_feedback`` adds to them.
         """
         tensors = tensors_of(inputs, register)
         kind = inputs.index.device.type
@@ -61,31 +71,36 @@ class CapturedLoops:
             id(model),
             model.training,
             tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors),
-            (inputs.starts is None, inputs.stop, segment, window, len(plan(inputs))),
+            (inputs.starts is None, inputs.stop, segment, window, late, len(plan(inputs))),
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
         if key not in self._loops:
-            self._loops[key] = CapturedLoop(model, inputs, plan, register, segment=segment, window=window)
+            make = partial(Loop, model, segment=segment, window=window, late=late)
+            self._loops[key] = CapturedLoop(make, inputs, plan, register)
         result: Tensor = _Captured.apply(self._loops[key], len(tensors), *tensors, *trained(model))
         return result
 
 
 class CapturedLoop:
-    """One loop; see ``CapturedLoops.run`` for the arguments.
+    """One loop.
+
+    Args:
+        make: makes a loop of inputs, steps and the first register.
+        inputs: see ``CapturedLoops.run``.
+        plan: likewise.
+        register: likewise.
 
     Attributes:
         number: forward runs so far; backward belongs to the last.
     """
 
-    def __init__(
-        self, model: Architecture, inputs: Inputs, plan: Plan, register: Feedback, *, segment: int, window: int
-    ) -> None:
+    def __init__(self, make: Callable[..., Loop], inputs: Inputs, plan: Plan, register: Feedback) -> None:
         self._tensors = [
             each.detach().clone().requires_grad_(each.requires_grad) for each in tensors_of(inputs, register)
         ]
         self._like = inputs, register
         self.number = 0
-        self._make: Callable[[], Loop] = lambda: self._loop(model, plan, segment, window)
+        self._make: Callable[[], Loop] = lambda: self._loop(make, plan)
         self._pool: Any = None
         self._current: Loop | None = None
         self._forward: Replay | None = None
@@ -116,7 +131,7 @@ class CapturedLoop:
             for held, each in zip(self._tensors, tensors, strict=True):
                 held.copy_(each)
 
-    def _loop(self, model: Architecture, plan: Plan, segment: int, window: int) -> Loop:
+    def _loop(self, make: Callable[..., Loop], plan: Plan) -> Loop:
         """Return a loop over the tensors held."""
         inputs, register = self._like
         index, rest = self._tensors[0], list(self._tensors[1:])
@@ -125,7 +140,7 @@ class CapturedLoop:
         values = {name: rest.pop(0) for name in inputs.values}
         shared = tuple(Shared(rest.pop(0), rest.pop(0)) for _ in inputs.shared)
         held = replace(inputs, index=index, starts=starts, values=values, shared=shared)
-        return Loop(model, held, plan(held), replace(register, states=states), segment=segment, window=window)
+        return make(held, plan(held), replace(register, states=states))
 
     def _run_forward(self) -> Results:
         self._current = self._make()

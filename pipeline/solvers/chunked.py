@@ -24,6 +24,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
+from pipeline.models.kernels import compiled
 from pipeline.solvers.base import (
     SOLVERS,
     Carry,
@@ -37,7 +38,14 @@ from pipeline.solvers.base import (
 )
 from pipeline.solvers.capture import CapturedLoops
 from pipeline.solvers.chunks import Chunk, even_chunks, run_chunks, uneven_chunks
-from pipeline.solvers.loop import run_loop
+from pipeline.solvers.loop import fits_late, run_loop
+
+RECORDED = 12
+"""So many times what its keys and values take does a layer hold of a position of a segment at the peak (r / 2 d in
+``best_length``): measured with a feed-forward layer of the usual width."""
+LEAST_POSITIONS, LEAST_STEPS = 16, 4
+"""Of a segment of default length, in rows that are not short: what it costs besides its steps would be seen if it had
+fewer."""
 
 
 @dataclass
@@ -48,10 +56,13 @@ class ChunkedConfig(SolverConfig):
     """Feedback interval B, in positions: 1 is the exact recurrence."""
     segment_length: int = 0
     """With activation checkpointing: positions of a segment of time that is computed again in backward. 0 takes the
-    number that balances what is kept at the borders against what is computed again at once, sqrt(B x row length)."""
+    number at which what is kept at the borders and what is computed again at once are least together."""
     loop: Literal["fast", "autograd"] = "fast"
     """In training, the ``fast`` path through time, or autograd's own, with which it is compared: equal gradients, but
     several times the time."""
+    kernels: Literal["torch", "compiled"] = "torch"
+    """With the fast loop, on a CPU: small operations by ``torch``, or by C code that is ``compiled`` on the machine at
+    first use, which takes a second and a C compiler. Gradients are equal to rounding, but not to the last bit."""
     capture: bool = False
     """With the fast loop, on a GPU: capture it as CUDA graphs, once for every shape of a batch, and replay them. A
     batch runs as without it where documents within a row begin at no multiples of an interval above 1, or where
@@ -62,7 +73,9 @@ class ChunkedConfig(SolverConfig):
 
     def evaluated(self) -> ChunkedConfig:
         """Return the settings without those of training."""
-        return replace(self, activation_checkpointing=False, segment_length=0, truncation=0, capture=False)
+        return replace(
+            self, activation_checkpointing=False, segment_length=0, truncation=0, capture=False, kernels="torch"
+        )
 
     def check(self) -> None:
         """Raise ConfigError on values out of range or that contradict each other."""
@@ -72,6 +85,9 @@ class ChunkedConfig(SolverConfig):
                 raise ConfigError(f"solver.{name} is {getattr(self, name)}; it must be at least 0")
         if self.capture and self.loop != "fast":
             raise ConfigError(f"solver.capture is set; it has no use with solver.loop={self.loop}")
+        if self.kernels != "torch" and (self.loop != "fast" or self.capture):
+            other = "solver.capture" if self.capture else f"solver.loop={self.loop}"
+            raise ConfigError(f"solver.kernels is {self.kernels}; it has no use with {other}")
         if 0 < self.truncation < self.interval:
             raise ConfigError(
                 f"solver.truncation is {self.truncation}; it must be 0, or at least solver.interval={self.interval}"
@@ -102,6 +118,11 @@ class Chunked(Solver):
         self.truncation = config.truncation
         self._captured = CapturedLoops()
 
+    def adapt(self, model: Architecture) -> None:
+        """Set the model up for training; see ``Solver.adapt``."""
+        super().adapt(model)
+        model.checkpoint_finely = self.config.activation_checkpointing and self.config.loop == "fast"
+
     @classmethod
     def check_fits(cls, config: SolverConfig, architecture: type[Architecture]) -> None:
         """Refuse architectures that feed nothing back."""
@@ -124,7 +145,6 @@ class Chunked(Solver):
         known = starts
         index, starts = place(tokens, starts, carry)
         inputs, memory = model.prepare(tokens, index, starts, None if carry is None else carry.memory)
-        inputs = model.prepare_feedback(inputs)
         register = register_of(carry, model, tokens.shape[0])
         if carry is None:
             memory = model.new_memory()
@@ -134,16 +154,21 @@ class Chunked(Solver):
             chunks, places = even_chunks(inputs, offset, self.interval, known), None
         else:
             chunks, places = uneven_chunks(inputs, offset, self.interval, known)
-        if carry is None and self.config.loop == "fast" and torch.is_grad_enabled():
-            segment, window = self._segment(inputs, len(chunks)), self._window(len(chunks))
-            settings = {"segment": segment, "window": window}
+        fast = carry is None and self.config.loop == "fast" and torch.is_grad_enabled()
+        segment, window = self._segment(model, inputs, len(chunks)), self._window(len(chunks))
+        late = fast and segment < len(chunks) and places is None and fits_late(inputs, tokens.shape[0])
+        if not late:
+            inputs = model.prepare_feedback(inputs)
+        if fast:
+            settings: dict[str, Any] = {"segment": segment, "window": window, "late": late}
             redrawn = segment < len(chunks) and model.training and model.draws
             if self.config.capture and places is None and not redrawn:
                 states = self._captured.run(
                     model, inputs, lambda held: even_chunks(held, 0, self.interval), register, **settings
                 )
             else:
-                states = run_loop(model, inputs, chunks, register, **settings)
+                kernels = compiled() if self.config.kernels == "compiled" and index.device.type == "cpu" else None
+                states = run_loop(model, inputs, chunks, register, **settings, kernels=kernels)
         else:
             states, memory, register = self._loop(model, inputs, chunks, memory, register)
         if places is not None:
@@ -164,11 +189,11 @@ class Chunked(Solver):
             return count
         return max(1, self.truncation // self.interval)
 
-    def _segment(self, inputs: Inputs, count: int) -> int:
+    def _segment(self, model: Architecture, inputs: Inputs, count: int) -> int:
         """Return how many of ``count`` steps are computed again at once in backward; all: none is."""
         if not self.config.activation_checkpointing or not torch.is_grad_enabled():
             return count
-        length = self.segment_length or math.isqrt(self.interval * inputs.length)
+        length = self.segment_length or best_length(model, self.interval, inputs.length)
         return max(1, length // self.interval)
 
     def _loop(
@@ -190,7 +215,7 @@ class Chunked(Solver):
         self, model: Architecture, inputs: Inputs, chunks: Sequence[Chunk], memory: Memory, register: Feedback
     ) -> tuple[Tensor, Memory, Feedback]:
         """Run chunks, in segments that are computed again in backward if so configured."""
-        segment = self._segment(inputs, len(chunks))
+        segment = self._segment(model, inputs, len(chunks))
         states: list[Tensor] = []
         for first in range(0, len(chunks), segment):
             part = chunks[first : first + segment]
@@ -203,3 +228,17 @@ class Chunked(Solver):
                 found, memory, register = run_chunks(model, inputs, part, memory, register)
             states.append(found)
         return torch.cat(states, dim=1), memory, register
+
+
+def best_length(model: Architecture, interval: int, length: int) -> int:
+    """Return the positions of a segment at which the least is held in a row of ``length``.
+
+    A segment of S positions holds, for each layer, r S floats while it is computed again. Of each of the T / S segments
+    the keys and values of at most W - 1 positions are kept, 2 d floats each. The sum is least at
+    S = sqrt(2 d (W - 1) T / r), unless that is less than W - 1: then all keys and values are kept, as they are without
+    a window, and the shorter a segment the less is held.
+    """
+    windows = [memory.window for memory in model.new_memory().values() if memory.window is not None]
+    reach = max(windows, default=1) - 1
+    best = math.isqrt(length * reach // RECORDED)
+    return max(best if best > reach else 0, min(LEAST_POSITIONS, math.isqrt(length)), LEAST_STEPS * interval)

@@ -42,16 +42,16 @@ class Chunk:
     commit: bool | Tensor
     last: Tensor | None = None
 
-    def cut(self, inputs: Inputs) -> Inputs:
-        """Return the step's inputs."""
+    def cut(self, inputs: Inputs, begin: int = 0) -> Inputs:
+        """Return the step's inputs; those given begin at place ``begin``, which is 0 where rows differ."""
         if isinstance(self.where, slice):
-            return inputs.cut(self.where.start, self.where.stop, self.row_stop)
+            return inputs.cut(self.where.start - begin, self.where.stop - begin, self.row_stop)
         return inputs.gather(self.where, self.valid, self.row_stop)
 
-    def put(self, part: Tensor, whole: Tensor) -> None:
-        """Add ``part`` [rows, n, ...] to the positions of the step in ``whole`` [rows, m, ...]."""
+    def put(self, part: Tensor, whole: Tensor, begin: int = 0) -> None:
+        """Add ``part`` [rows, n, ...] to the positions of the step in ``whole`` [rows, m, ...]; see ``cut``."""
         if isinstance(self.where, slice):
-            whole[:, self.where] += part
+            whole[:, self.where.start - begin : self.where.stop - begin] += part
             return
         if self.valid is not None:
             part = part * self.valid.view(*self.valid.shape, *([1] * (part.dim() - 2)))

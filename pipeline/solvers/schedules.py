@@ -74,6 +74,10 @@ class SolverSchedule:
             for name, value in self._stages(step).items()
         }
 
+    def stage_begins(self, step: int) -> bool:
+        """Return whether a setting has another value or mixture in a step, counted from 0, than in the one before."""
+        return step > 0 and self._stages(step) != self._stages(step - 1)
+
     def _stages(self, step: int) -> dict[str, Any]:
         return stages_at(self._schedules, step / self._steps)
 

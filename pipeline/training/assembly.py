@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,11 +14,11 @@ from pipeline import devices, solvers
 from pipeline.config import Config
 from pipeline.data.loader import EvaluationLoader, StreamLoader
 from pipeline.data.manifest import Manifest
+from pipeline.data.skips import Skips, merged
 from pipeline.data.stream import EvaluationStream, TrainStream
 from pipeline.data.tokenizer import Tokenizer, load_token_bytes
 from pipeline.errors import ConfigError
-from pipeline.models import Architecture
-from pipeline.models.base import count_parameters
+from pipeline.models.base import build_on_meta, count_parameters
 from pipeline.progress import Progress
 from pipeline.runs.folder import RunFolder
 from pipeline.solvers import flops_by_stage, mean_over_stages
@@ -23,15 +27,28 @@ from pipeline.training import distributed, loggers, peak, strategies
 from pipeline.training.callbacks.checkpointing import Checkpointing
 from pipeline.training.callbacks.data_position import DataPosition
 from pipeline.training.callbacks.finite_loss import FiniteLoss
+from pipeline.training.callbacks.guarding import Guarding
 from pipeline.training.callbacks.interruption import Interruption
 from pipeline.training.callbacks.metrics import TrainingMetrics
+from pipeline.training.callbacks.phase_marks import PhaseMarks
 from pipeline.training.callbacks.solver_schedule import SolverScheduler
 from pipeline.training.callbacks.steps import due
 from pipeline.training.callbacks.validation import Validation
-from pipeline.training.checkpoint_io import FolderCheckpointIO
+from pipeline.training.launcher import Launcher
 from pipeline.training.module import PretrainingModule
 from pipeline.training.screen import say
+from pipeline.training.state import TrainingState
 from pipeline.training.stopwatch import Stopwatch
+from pipeline.training.watch import MEETING_SECONDS, Watch
+
+PRECISIONS: dict[tuple[str, bool], Any] = {
+    ("float32", False): "32-true",
+    ("float32", True): "32-true",
+    ("bf16-mixed", False): "bf16-mixed",
+    ("bf16-mixed", True): "32-true",  # the strategy sees to autocasting
+    ("bf16", True): "bf16-true",  # DeepSpeed keeps float32 masters
+}
+"""Lightning's name of a precision, with and without ZeRO."""
 
 
 class Assembly:
@@ -41,26 +58,33 @@ class Assembly:
         config: the run.
         folder: its folder, opened.
         manifest: its data.
-        model: its architecture, with weights drawn.
+        begin: sets the weights that the run starts from.
 
     Attributes:
         trainer: Lightning's trainer, with all callbacks.
         module: LightningModule.
         loader: training data.
         interruption: what a signal does.
+        watch: looks after the other ranks.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, manifest: Manifest, model: Architecture) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, manifest: Manifest, begin: Callable[[TrainingState], None]
+    ) -> None:
         self.config, self.folder, self.manifest = config, folder, manifest
-        self.module = PretrainingModule(config, model, solvers.build(config.solver))
-        self._io = FolderCheckpointIO()
+        self.module = PretrainingModule(config, solvers.build(config.solver), begin)
+        self._skeleton = build_on_meta(config.model)
         self._stopwatch = Stopwatch()
         self.trainer = self._trainer()
+        self.watch = self._watch()
         self.loader = self._loader()
-        self._finite = FiniteLoss(folder.checkpoints, self.describe_data, self._verdict_due)
+        self._schedule = SolverSchedule(
+            config.stages, steps=config.training.steps, seed=config.run.seed, closest=self.module.solver.closest
+        )
+        self._finite = self._guard()
         self._metrics = self._training_metrics()
         self._checkpointing = Checkpointing(
-            folder, self._io, Tokenizer.load(manifest), manifest.fingerprint, self._finite.check, self._stopwatch
+            folder, Tokenizer.load(manifest), manifest.fingerprint, self._finite.check, self._stopwatch
         )
         self.interruption = Interruption(self._checkpointing)
         self.trainer.callbacks.extend(self._callbacks())  # type: ignore[attr-defined]
@@ -71,13 +95,18 @@ class Assembly:
         The position counts the step before a checkpoint is taken of it; a loss that is no number stops the run before
         it is logged, validated or saved; a checkpoint implies that the step's validation is done; a signal comes last.
         """
-        training = self.config.training
-        schedule = SolverSchedule(
-            self.config.stages, steps=training.steps, seed=self.config.run.seed, closest=self.module.solver.closest
-        )
-        first = [DataPosition(self.loader, self._rows(training.batch_tokens)), SolverScheduler(schedule), self._finite]
+        position = DataPosition(self.loader, self._rows(self.config.training.batch_tokens))
+        first = [position, SolverScheduler(self._schedule), self._finite]
         validation = [self._validation()] if self.config.validation.every_steps else []
-        return [*first, self._metrics, *validation, self._checkpointing, self.interruption]
+        marks = PhaseMarks(self.watch)
+        return [marks, *first, self._metrics, *validation, self._checkpointing, self.interruption]
+
+    def _watch(self) -> Watch:
+        training = self.config.training
+        launcher = Launcher.replace(self.trainer)
+        return Watch(
+            training.ranks, training.silence_seconds, training.timeout_seconds, training.grace_seconds, launcher
+        )
 
     def _trainer(self) -> pl.Trainer:
         try:
@@ -91,13 +120,13 @@ class Assembly:
     def _make_trainer(self) -> pl.Trainer:
         training = self.config.training
         accelerator = devices.choose("auto").type if training.accelerator == "auto" else training.accelerator
+        timeout = timedelta(seconds=training.timeout_seconds + MEETING_SECONDS)
         return pl.Trainer(
             accelerator=accelerator,
             devices=training.devices,
             num_nodes=training.nodes,
-            strategy=strategies.build(training),
-            precision="bf16-mixed" if training.precision == "bf16-mixed" else "32-true",
-            plugins=[self._io],
+            strategy=strategies.build(self.config, accelerator, timeout),
+            precision=PRECISIONS[training.precision, bool(training.zero_stage)],
             max_steps=training.steps,
             max_epochs=-1,
             accumulate_grad_batches=training.accumulation,
@@ -132,6 +161,7 @@ class Assembly:
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
             total_samples=training.steps * self._rows(training.batch_tokens),
+            skips=Skips(data.skip_samples),
         )
         return StreamLoader(stream, data.workers, pin_memory=self._device.type == "cuda")
 
@@ -159,7 +189,23 @@ class Assembly:
             batch = training.batch_tokens
             return Progress(training.steps * batch, "tok", self.config.run.name, initial=step * batch)
 
-        return TrainingMetrics(self._stopwatch, best, progress)
+        counts = self._finite.metrics if isinstance(self._finite, Guarding) else dict
+        return TrainingMetrics(self._stopwatch, best, self._skeleton, progress, counts)
+
+    def _guard(self) -> FiniteLoss | Guarding:
+        """Return what watches over the steps: it ends the run at what is no number, or first leaves updates out."""
+        if self.module.guard is None:
+            return FiniteLoss(self.folder.checkpoints, self.describe_data, self._verdict_due)
+        return Guarding(
+            self.module.guard,
+            self.config.guards,
+            self.folder.checkpoints,
+            describe=self.describe_data,
+            advise=self._advise_skips,
+            due=self._verdict_due,
+            stage_begins=self._schedule.stage_begins,
+            say=say,
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -171,16 +217,26 @@ class Assembly:
 
     def describe_data(self, step: int) -> str:
         """Say in words which data a step, counted from 1, has seen."""
-        rows = self._rows(self.config.training.batch_tokens)
-        first = (step - 1) * rows
+        runs = self.samples_of(step)
+        samples = " and ".join(f"{first} to {last}" for first, last in runs)
         return (
-            f"epoch {first // self.loader.stream.count}, samples {first} to {first + rows - 1}, tokens from "
+            f"epoch {runs[0][0] // self.loader.stream.count}, samples {samples}, tokens from "
             f"{(step - 1) * self.config.training.batch_tokens}"
         )
 
+    def _advise_skips(self, steps: list[int]) -> str:
+        """Return the setting that leaves out the data of some steps, besides those that are left out already."""
+        ranges = merged([*self.config.data.skip_samples, *(run for step in steps for run in self.samples_of(step))])
+        return f"data.skip_samples='{ranges}'"
+
+    def samples_of(self, step: int) -> list[tuple[int, int]]:
+        """Return the samples of a step, counted from 1, as [first, last] of each unbroken run of them."""
+        rows = self._rows(self.config.training.batch_tokens)
+        return self.loader.stream.skips.runs((step - 1) * rows, rows)
+
     def greet(self) -> None:
         """Say what is about to be trained."""
-        config, model = self.config, self.module.model
+        config, model = self.config, self._skeleton
         count = count_parameters(model)
         length = config.data.sequence_length
         flops = 3 * mean_over_stages(flops_by_stage(self.module.solver, model, config.stages, length))

@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 from pipeline.evaluation.loss import positions_at_once, token_losses
 from pipeline.models import Architecture
 
+FINER = 16
+"""Logits held at once are so many times fewer where memory counts."""
+
 
 def mean_loss(model: Architecture, states: Tensor, targets: Tensor) -> Tensor:
     """Return the mean negative log-likelihood of the targets in nats, a scalar in float32 at least.
@@ -26,6 +29,8 @@ def mean_loss(model: Architecture, states: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [rows, n].
     """
     count = positions_at_once(model)
+    if model.checkpoint_finely:
+        count = max(1, count // FINER)
     if targets.numel() <= count or not torch.is_grad_enabled():
         return token_losses(model, states, targets).mean()
     parameters = readout_parameters(model)

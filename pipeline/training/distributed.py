@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,14 +31,50 @@ def is_first() -> bool:
     return True
 
 
-def lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another rank is gone."""
-    return any(sign in str(error).lower() for sign in ("closed by peer", "connection reset", "gloo", "nccl"))
+def lost_peer(error: BaseException) -> bool:
+    """Return whether a collective, or the meeting of ranks, failed because another rank is gone or does not answer."""
+    if dist.is_available() and isinstance(error, dist.DistError):
+        return True
+    signs = ("closed by peer", "connection reset", "gloo", "nccl")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+def leave() -> None:
+    """Destroy the process groups, at the end of a run; nothing is left of them.
+
+    Gloo's threads hold the tensors of their last collective for a moment after all ranks have its result. A process
+    that ends within that moment is aborted: to let go of a tensor takes Python's lock, which is closed by then. A group
+    that is destroyed waits for its threads, but only when nobody refers to it any more.
+    """
+    global _host_group
+    _host_group = None
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()  # modules that reduce gradients refer to themselves, and to their group
+        dist.destroy_process_group()
 
 
 def group() -> bool:
     """Return whether there are other ranks to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Return this rank's number."""
+    return dist.get_rank() if group() else 0
+
+
+def ranks() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if group() else 1
+
+
+def gathered(value: T) -> list[T]:
+    """Return every rank's value of a small plain object, by rank."""
+    if not group():
+        return [value]
+    found: list[Any] = [None] * ranks()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def total(tensor: Tensor) -> Tensor:

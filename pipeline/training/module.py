@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,11 +13,16 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from pipeline import models
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 from pipeline.models import Architecture
+from pipeline.models.base import build_on_meta, count_parameters
 from pipeline.solvers import Solver
-from pipeline.training import learning_rates, optimizers
-from pipeline.training.objective import Objective, objective
+from pipeline.training import guards, learning_rates, optimizers, sleeping
+from pipeline.training.objective import Objective, ObjectiveModule
+from pipeline.training.state import TrainingState
+from pipeline.training.strategies import resumable
 
 if TYPE_CHECKING:
     from pipeline.data.stream import Batch
@@ -27,25 +33,52 @@ class PretrainingModule(pl.LightningModule):
 
     Args:
         config: the run.
-        model: architecture, its weights drawn.
-        solver: how its recurrence is evaluated.
+        solver: how the recurrence is evaluated.
+        begin: sets the weights that a run starts from, unless it is resumed.
 
     Attributes:
+        objective: model, solver and loss; None before ``configure_model``.
         step_mean: objective of the step at hand, the mean over this rank's micro-batches so far, float32 scalars on the
             device; None before the first step.
         evaluation_settings: values of the solver's settings for evaluation and in checkpoints.
         gradient_norm: global norm of the step's gradient before clipping, likewise; None before the first step.
+        guard: judges every step before its update; None where none is left out.
     """
 
-    def __init__(self, config: Config, model: Architecture, solver: Solver) -> None:
+    def __init__(self, config: Config, solver: Solver, begin: Callable[[TrainingState], None]) -> None:
         super().__init__()
         self.config = config
-        self.model = model
         self.solver = solver
+        self.objective: ObjectiveModule | None = None
+        self._begin = begin
         self.step_mean: Objective | None = None
         self.evaluation_settings = solver.settings()
         self.gradient_norm: Tensor | None = None
-        solver.adapt(model)
+        self.guard = guards.StepGuard(config.guards) if config.guards.leave_out else None
+
+    @property
+    def model(self) -> Architecture:
+        """The architecture; under ZeRO-3 held in parts."""
+        assert self.objective is not None
+        return self.objective.model
+
+    def configure_model(self) -> None:
+        """Build the model where and how the strategy wants it: on its device, or in parts.
+
+        Raises:
+            ConfigError: it does not fit into memory.
+        """
+        if self.objective is None:
+            model = build(self.config)
+            self.solver.adapt(model)
+            self.objective = ObjectiveModule(model, self.solver)
+
+    def on_fit_start(self) -> None:
+        """Set the first weights; those of a checkpoint come after."""
+        if self.trainer.ckpt_path is None:
+            state = resumable(self.trainer).state
+            self._begin(state)
+            state.set_moments({})
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Move the tokens alone: what hangs on the borders of documents is decided on the host (``Solver.run``)."""
@@ -60,7 +93,9 @@ class PretrainingModule(pl.LightningModule):
         seed_draws(
             self.device, draw_seed(self.config.run.seed, self.trainer.global_step, micro_batch, self.global_rank)
         )
-        found = objective(self.model, self.solver, batch["tokens"], batch["starts"])
+        assert self.objective is not None
+        last = torch.zeros((), device=self.device, requires_grad=True)
+        found = Objective(*self.objective(batch["tokens"], batch["starts"], last))
         part = found.scaled(1 / self.config.training.accumulation)
         self.step_mean = part if micro_batch == 0 or self.step_mean is None else self.step_mean.plus(part)
         return found.value
@@ -68,7 +103,8 @@ class PretrainingModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimiser and the learning rate of every step."""
         peak = self.config.learning_rate.peak
-        optimizer = optimizers.build(self.config.optimizer, self.model, peak)
+        skeleton = build_on_meta(self.config.model)
+        optimizer = optimizers.build(self.config.optimizer, skeleton, peak, dict(self.model.named_parameters()))
         scheduler = LambdaLR(optimizer, lambda done: self.learning_rate(done + 1) / peak)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -90,13 +126,16 @@ class PretrainingModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Measure the gradient's global norm, and scale the gradient down to ``training.clip_norm``.
+        """Measure the gradient's global norm, scale the gradient down to ``training.clip_norm``, and ask the guard.
 
-        What slept through the step, since nothing was fed back, is not touched by the optimiser either.
+        What slept through the step, since nothing was fed back, is not touched by the optimiser either. Under ZeRO,
+        DeepSpeed measures and scales, and the guard is asked there.
         """
-        if not self.solver.feeding:
-            for parameter in self.model.dormant_parameters():
-                parameter.grad = None
+        sleeping.put_to_sleep(optimizer, not self.solver.feeding)
+        if self.guard is not None and self.step_mean is not None:
+            self.guard.loss = self.step_mean.value
+        if self.config.training.zero_stage:
+            return
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         limit = self.config.training.clip_norm
         if limit > 0:
@@ -105,6 +144,8 @@ class PretrainingModule(pl.LightningModule):
             self.gradient_norm = get_total_norm(
                 [parameter.grad for parameter in parameters if parameter.grad is not None]
             )
+        if self.guard is not None:
+            guards.leave_out(optimizer, self.guard.judge(self.gradient_norm))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Set Lightning's count of micro-batches to what the present accumulation makes of the steps done.
@@ -118,9 +159,22 @@ class PretrainingModule(pl.LightningModule):
             progress[scope] = dict(counts)
 
 
-def draw_weights(model: Architecture, seed: int) -> None:
-    """Draw the model's weights from ``seed``, the same on every rank."""
-    model.init_weights(torch.Generator(device=model.embedding.weight.device).manual_seed(seed))
+def build(config: Config) -> Architecture:
+    """Return the model, its weights not yet drawn.
+
+    Raises:
+        ConfigError: it does not fit into memory.
+    """
+    try:
+        return models.build(config.model)
+    except RuntimeError as error:
+        if "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        count = count_parameters(build_on_meta(config.model))
+        raise ConfigError(
+            f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
+            "hold; choose a smaller width, vocab_size or depth, or training.strategy=zero3"
+        ) from None
 
 
 def seed_draws(device: torch.device, seed: int) -> None:

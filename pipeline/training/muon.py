@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipeline.training.sleeping import awake
+
 
 class MuonWithAdamW(Optimizer):
     """Both of torch's optimisers behind one ``step``, with one state; Lightning's automatic optimisation wants that.
@@ -35,6 +37,9 @@ class MuonWithAdamW(Optimizer):
             if sum(rows) != len(parameter):
                 raise ValueError(f"parts of {rows} rows in a weight of {len(parameter)}")
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        # As torch's fused optimisers have it: where this scalar is 1, a step changes nothing.
+        self.found_inf: Tensor | None = None
+        self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -44,22 +49,37 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Groups and state are looked up anew: loading a state puts others in their place.
-        self._step_muon(self.param_groups[: self._muon_groups])
+        self._step_muon(awake(self.param_groups[: self._muon_groups]))
         self._adamw.param_groups, self._adamw.state = self.param_groups[self._muon_groups :], self.state
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         return loss
 
     def _step_muon(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            views: dict[Tensor, dict[str, Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    views.update(self._matrices(parameter, parameter.grad))
-            self._muon.param_groups = [{**group, "params": list(views)}]
-            self._muon.state.update(views)
-            self._muon.step()
-            self._muon.state.clear()
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if self.found_inf is None:
+                self._step_matrices(group, parameters)
+                continue
+            for parameter in parameters:  # one by one, since weight and momentum are held twice meanwhile
+                self._matrices(parameter, parameter.grad)
+                touched = [parameter, self.state[parameter]["momentum_buffer"]]
+                before = [each.clone() for each in touched]
+                self._step_matrices(group, [parameter])
+                for new, old in zip(touched, before, strict=True):
+                    new.copy_(torch.where(self.found_inf > 0, old, new))
         self._muon.param_groups = []  # or the gradients would outlive ``zero_grad``
+
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update parameters of a group that have a gradient."""
+        views: dict[Tensor, dict[str, Tensor]] = {}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            views.update(self._matrices(parameter, parameter.grad))
+        self._muon.param_groups = [{**group, "params": list(views)}]
+        self._muon.state.update(views)
+        self._muon.step()
+        self._muon.state.clear()
 
     def _matrices(self, parameter: Tensor, gradient: Tensor) -> dict[Tensor, dict[str, Tensor]]:
         """Return the matrices of a weight as views that have their gradients, and Muon's state of each."""

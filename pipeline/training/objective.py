@@ -39,6 +39,35 @@ class Objective:
         return Objective(self.value + other.value, self.loss + other.loss, residual)
 
 
+class ObjectiveModule(nn.Module):
+    """All that a pass does with the weights, as one module: model, solver and loss.
+
+    ZeRO-3 gathers a module's weights before its forward and backward. The recurrence calls the same layers at every
+    position, so they are gathered here, for the whole pass, and not for each call.
+
+    Args:
+        model: architecture.
+        solver: how its recurrence is evaluated.
+    """
+
+    def __init__(self, model: Architecture, solver: Solver) -> None:
+        super().__init__()
+        self.model = model
+        self.solver = solver
+
+    def forward(self, tokens: Tensor, starts: Tensor | None, last: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return value, loss and residual of ``objective``.
+
+        Args:
+            tokens: see ``objective``.
+            starts: see ``objective``.
+            last: a zero that wants a gradient. Backward comes to it after all weights, and by it DeepSpeed knows that
+                they can go.
+        """
+        found = objective(self.model, self.solver, tokens, starts)
+        return found.value + last, found.loss, found.residual
+
+
 def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tensor | None) -> Objective:
     """Return the objective of rows of tokens, all of whose targets are valid.
 
@@ -54,25 +83,29 @@ def objective(model: Architecture, solver: Solver, tokens: Tensor, starts: Tenso
     value = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
     if solution.penalty is not None:
         value = value + solution.penalty
-    value = reached(value, [each for each in model.dormant_parameters() if each.requires_grad])
+    dormant = [each for each in model.dormant_parameters() if each.requires_grad]
+    value = reached(value, dormant, asleep=not solver.feeding)
     return Objective(value, losses[-1], None if solution.residuals is None else solution.residuals[-1])
 
 
-def reached(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+def reached(value: Tensor, parameters: list[nn.Parameter], asleep: bool) -> Tensor:
     """Return the same value, from which backward goes to all parameters, used in this step or not.
 
-    Replicas wait for the gradient of every parameter. Those that were used get nothing more.
+    Replicas, and ZeRO, wait for the gradient of every parameter. Those that are asleep get one of zeros, and those that
+    were used nothing more.
     """
-    result: Tensor = _Reached.apply(value, *parameters)
+    result: Tensor = _Reached.apply(value, asleep, *parameters)
     return result
 
 
 class _Reached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
+    def forward(ctx: Any, value: Tensor, asleep: bool, *parameters: Tensor) -> Tensor:
+        ctx.like = [torch.empty_like(each, device="meta") if asleep else None for each in parameters]
+        ctx.device = value.device
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        return (outputs[0], *[None] * ctx.count)
+        zeros = [None if each is None else torch.zeros_like(each, device=ctx.device) for each in ctx.like]
+        return (outputs[0], None, *zeros)

@@ -13,6 +13,7 @@ from pipeline.config import AdamConfig, AdamWConfig, MuonConfig, OptimizerConfig
 from pipeline.models import Architecture
 from pipeline.models.layers import PackedLinear
 from pipeline.training.muon import MuonWithAdamW
+from pipeline.training.sleeping import AdamW
 
 Role = Literal["hidden", "embedding", "head", "vector"]
 
@@ -47,13 +48,29 @@ def packed_matrices(model: Architecture) -> dict[Tensor, tuple[int, ...]]:
     return {module.weight: module.parts for module in model.modules() if isinstance(module, PackedLinear)}
 
 
-def build(config: OptimizerConfig, model: Architecture, peak_rate: float) -> Optimizer:
+def build(
+    config: OptimizerConfig,
+    model: Architecture,
+    peak_rate: float,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> Optimizer:
     """Return the optimiser that ``config`` names, every group at its peak rate.
+
+    Args:
+        config: its settings.
+        model: says what each parameter is; may be on the meta device.
+        peak_rate: highest learning rate.
+        parameters: what to optimise, by name, in the place of the model's own: where ZeRO-3 holds them in parts, they
+            do not tell their shapes.
 
     Raises:
         ValueError: no such optimiser.
     """
     width = model.config.width
+    own = dict(model.named_parameters())
+    real: dict[Tensor, nn.Parameter] = {
+        own[name]: parameter for name, parameter in (own if parameters is None else parameters).items()
+    }
     if isinstance(config, AdamWConfig):
         scale = config.base_width / width if config.base_width else 1.0
         rates: dict[Role, float] = {
@@ -62,10 +79,10 @@ def build(config: OptimizerConfig, model: Architecture, peak_rate: float) -> Opt
             "head": peak_rate,
             "vector": peak_rate,
         }
-        return _adamw(config, model, rates, dict.fromkeys(rates, config.weight_decay))
+        return _adamw(config, model, real, rates, dict.fromkeys(rates, config.weight_decay))
     if isinstance(config, MuonConfig):
         muon = torch.optim.Muon(
-            _groups(model, {"hidden": peak_rate}, {"hidden": config.weight_decay}),
+            _groups(model, real, {"hidden": peak_rate}, {"hidden": config.weight_decay}),
             momentum=config.momentum,
             nesterov=config.nesterov,
             ns_steps=config.ns_steps,
@@ -80,7 +97,8 @@ def build(config: OptimizerConfig, model: Architecture, peak_rate: float) -> Opt
         decays: dict[Role, float] = dict.fromkeys(rates, config.weight_decay)
         if config.head_weight_decay is not None:
             decays["head"] = config.head_weight_decay
-        return MuonWithAdamW(muon, _adamw(config, model, rates, decays), packed_matrices(model))
+        packed: dict[Tensor, tuple[int, ...]] = {real[weight]: rows for weight, rows in packed_matrices(model).items()}
+        return MuonWithAdamW(muon, _adamw(config, model, real, rates, decays), packed)
     raise ValueError(f"no optimizer {config.name!r}")
 
 
@@ -99,25 +117,37 @@ def set_weight_decay(config: OptimizerConfig, optimizer: Optimizer, done: int, s
         group["weight_decay"] = group.setdefault("initial_weight_decay", group["weight_decay"]) * (1 - done / steps)
 
 
-def _groups(model: Architecture, rates: Mapping[Role, float], decays: Mapping[Role, float]) -> list[dict[str, Any]]:
-    """Return the groups of the parameters whose role has a rate: one for each rate and decay, decayed ones first."""
+def _groups(
+    model: Architecture,
+    real: Mapping[Tensor, nn.Parameter],
+    rates: Mapping[Role, float],
+    decays: Mapping[Role, float],
+) -> list[dict[str, Any]]:
+    """Return the groups of the parameters whose role has a rate, decayed ones first.
+
+    There is one for each rate and decay, and another for those of them that sleep while nothing is fed back.
+    """
     roles = parameter_roles(model)
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    dormant = set(model.dormant_parameters())
+    groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
     for parameters, decayed in zip(parameter_groups(model), (True, False), strict=True):
         for parameter in parameters:
             role = roles[parameter]
             if role in rates:
-                key = (rates[role], decays[role] if decayed else 0.0, decayed)
-                groups.setdefault(key, []).append(parameter)
+                key = (rates[role], decays[role] if decayed else 0.0, decayed, parameter in dormant)
+                groups.setdefault(key, []).append(real[parameter])
     return [
-        {"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay, _), parameters in groups.items()
+        {"params": parameters, "lr": rate, "weight_decay": decay, "dormant": sleeps, "asleep": False}
+        for (rate, decay, _, sleeps), parameters in groups.items()
     ]
 
 
 def _adamw(
-    config: AdamConfig, model: Architecture, rates: Mapping[Role, float], decays: Mapping[Role, float]
-) -> torch.optim.AdamW:
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
-    return torch.optim.AdamW(
-        _groups(model, rates, decays), betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
-    )
+    config: AdamConfig,
+    model: Architecture,
+    real: Mapping[Tensor, nn.Parameter],
+    rates: Mapping[Role, float],
+    decays: Mapping[Role, float],
+) -> AdamW:
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in real.values())
+    return AdamW(_groups(model, real, rates, decays), betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)

@@ -5,26 +5,30 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from pipeline import models
 from pipeline.config import Config
 from pipeline.conversion import initial_weights
 from pipeline.cores import available_cores
 from pipeline.data.manifest import Manifest, check_shards
-from pipeline.errors import ConfigError, RunError, RunWarning, TrainingError
-from pipeline.models import Architecture, ArchitectureConfig
+from pipeline.errors import ConfigError, RunError, RunWarning
+from pipeline.models import ArchitectureConfig
 from pipeline.models.base import build_on_meta, count_parameters
-from pipeline.runs.checkpoints import TOKENIZER
+from pipeline.runs.checkpoints import MODEL, TOKENIZER
 from pipeline.runs.folder import Resume, RunFolder
-from pipeline.training import distributed
+from pipeline.runs.tensors import TensorReader
+from pipeline.training import distributed, ending
 from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.assembly import Assembly
-from pipeline.training.module import draw_weights
+from pipeline.training.drawing import draw_into
+from pipeline.training.launcher import StartWatch
 from pipeline.training.screen import say
+from pipeline.training.state import TrainingState
+from pipeline.training.state_files import set_weights
 
 
 @dataclass(frozen=True)
@@ -60,32 +64,16 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
     torch.set_num_threads(threads(config))
     if config.training.accelerator == "cpu" or not torch.cuda.is_available():
         keep_freed_memory()
+    if config.training.ranks > 1:
+        ending.prepare()
+        StartWatch.of_parent()
     folder = RunFolder(config.run.folder)
-    model = build(config)
     try:
         if distributed.is_first():
             folder.open(config, resume, manifest.fingerprint)
-        return fit(config, folder, manifest, model)
+        return fit(config, folder, manifest)
     finally:
         folder.close()
-
-
-def build(config: Config) -> Architecture:
-    """Return the model, its weights not yet drawn.
-
-    Raises:
-        ConfigError: it does not fit into memory.
-    """
-    try:
-        return models.build(config.model)
-    except RuntimeError as error:
-        if "alloc" not in str(error) and "memory" not in str(error):
-            raise
-        count = count_parameters(build_on_meta(config.model))
-        raise ConfigError(
-            f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
-            "hold; choose a smaller width, vocab_size or depth"
-        ) from None
 
 
 def threads(config: Config) -> int:
@@ -117,9 +105,9 @@ def with_vocabulary(model: ArchitectureConfig, manifest: Manifest, weights: str 
     return model
 
 
-def check_space(folder: RunFolder, model: Architecture, config: Config) -> None:
+def check_space(folder: RunFolder, config: Config) -> None:
     """Raise RunError if the checkpoints that will lie side by side do not fit on the disk."""
-    one = 3 * 4 * count_parameters(model)  # weights and two moments in float32
+    one = 3 * 4 * count_parameters(build_on_meta(config.model))  # weights and two moments in float32
     needed = one * max(1, config.checkpoint.keep_last + 1 - len(folder.checkpoints.list()))
     free = shutil.disk_usage(folder.path).free
     if free < needed:
@@ -129,7 +117,7 @@ def check_space(folder: RunFolder, model: Architecture, config: Config) -> None:
         )
 
 
-def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architecture) -> Outcome:
+def fit(config: Config, folder: RunFolder, manifest: Manifest) -> Outcome:
     """Train in an opened folder; see ``train``."""
     found = folder.checkpoints.list()
     if found and found[-1].step >= config.training.steps:
@@ -138,13 +126,9 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
             say(f"{folder.path} is complete at step {newest.step}: nothing is left to train")
             return Outcome(folder.path, newest.step)
     quieten()
-    if config.run.initial_weights is None or found:
-        draw_weights(model, config.run.seed)
-    else:
-        start_from_weights(model, config, manifest)
-    assembly = Assembly(config, folder, manifest, model)
+    assembly = Assembly(config, folder, manifest, first_weights(config, manifest, resumed=bool(found)))
     if distributed.is_first():
-        check_space(folder, model, config)
+        check_space(folder, config)
         folder.record(config)
         assembly.start_logging()
     assembly.greet()
@@ -155,26 +139,35 @@ def fit(config: Config, folder: RunFolder, manifest: Manifest, model: Architectu
             ckpt_path=folder.checkpoints.folder if found else None,
             weights_only=True,
         )
-    except RuntimeError as error:
-        if config.training.ranks == 1 or not distributed.lost_peer(error):
+        assembly.watch.finish()
+    except BaseException as error:
+        # SystemExit is Lightning's answer to Ctrl-C before the first step, or to a second one.
+        failure = KeyboardInterrupt() if isinstance(error, SystemExit) else assembly.watch.explained(error)
+        assembly.watch.abandon(failure)
+        if failure is error:
             raise
-        raise TrainingError(
-            f"another rank is gone ({str(error).splitlines()[0]}); see its message, then go on with --resume auto"
-        ) from None
-    except SystemExit:  # Lightning's answer to Ctrl-C before the first step, or to a second one
-        raise KeyboardInterrupt from None
+        raise failure from None
     finally:
         assembly.close()
+    distributed.leave()
+    assembly.watch.reap()
     return Outcome(folder.path, assembly.trainer.global_step, assembly.interruption.signal)
 
 
-def start_from_weights(model: Architecture, config: Config, manifest: Manifest) -> None:
-    """Load the weights that ``run.initial_weights`` names, see ``initial_weights.load``."""
-    remarks = initial_weights.load(model, config, manifest)
+def first_weights(config: Config, manifest: Manifest, resumed: bool) -> Callable[[TrainingState], None]:
+    """Return what sets the weights that the run starts from: drawn, or those that ``run.initial_weights`` names.
+
+    Raises:
+        UserError: there are no such weights, or they do not fit the run.
+    """
+    if config.run.initial_weights is None or resumed:
+        return lambda state: draw_into(state, build_on_meta(config.model), config.run.seed)
+    path, remarks = initial_weights.check(config, manifest)
     if distributed.is_first():
         for remark in remarks:
             warnings.warn(remark, RunWarning, stacklevel=2)
         say(f"starting from the weights in {config.run.initial_weights}")
+    return lambda state: set_weights(state, TensorReader(path, MODEL), path)
 
 
 def quieten() -> None:
@@ -185,6 +178,9 @@ def quieten() -> None:
         "Your `IterableDataset` has `__len__` defined",  # the loader deals its micro-batches out itself
         "The 'train_dataloader' does not have many workers",  # data.workers is the user's choice
         "The `srun` command is available on your system",  # slurm/train.sbatch uses it
+        "Be aware that when using `ckpt_path`",  # a guard that was switched off leaves its state behind
         ".*isinstance.treespec, LeafSpec.. is deprecated",  # Lightning's own affair with torch
+        ".*torch.distributed.* is deprecated",  # and DeepSpeed's
+        "Since DeepSpeed handles gradient clipping internally",  # ``configure_gradient_clipping`` knows
     ):
         warnings.filterwarnings("ignore", message)

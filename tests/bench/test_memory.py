@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from pipeline import models
+from pipeline import models, solvers
 from pipeline.bench import memory
 from pipeline.bench.live_memory import LiveMemory
 from pipeline.models.rlt import RLTConfig
-from pipeline.training.module import draw_weights
+from pipeline.solvers.chunked import ChunkedConfig
+from pipeline.training.drawing import draw_weights
 
 MEGA = 1 << 20
 
@@ -44,6 +45,31 @@ def test_what_backward_keeps_is_counted():
         y.sum().backward()
         del y
     assert counted.live == MEGA  # the gradient of x
+
+
+def test_what_is_left_out_is_not_counted():
+    weight = torch.ones(1000, requires_grad=True)
+    with LiveMemory() as counted:
+        for _ in range(3):  # storages are freed, and others come to lie where they lay
+            torch.ones(3000)
+        (weight.exp() * 2).sum().backward()
+        assert weight.grad is not None
+        gradient = weight.grad.untyped_storage().nbytes()
+        assert counted.live == gradient
+    without = counted.peak_without([weight.grad])
+    assert counted.peak - gradient <= without <= counted.peak
+    assert counted.peak_without([]) == counted.peak
+
+
+def test_segments_of_time_keep_a_small_share():
+    """What the documentation says, at a shape that a test has time for."""
+    config = RLTConfig("rlt", vocab_size=64, width=64, heads=2, encoder_layers=2, decoder_layers=2, window=8)
+    model = models.build(config)
+    draw_weights(model, 0)
+    tokens = torch.randint(64, (16, 193), generator=torch.Generator().manual_seed(0))
+    none, default = (ChunkedConfig("chunked", activation_checkpointing=each) for each in (False, True))
+    whole, parts = (memory.peak(model, solvers.build(each), tokens) for each in (none, default))
+    assert parts <= 0.15 * whole, parts / whole
 
 
 def test_segments_of_time_keep_less():

@@ -42,11 +42,17 @@ def links_of(module: nn.Module, collector: Collector) -> list[links.Link]:
 steps = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6)
 
 
-@given(st.lists(steps, min_size=1, max_size=4), st.sampled_from([1, 4, 16, 1000]), st.booleans())
-def test_any_pattern_of_calls(stretches: list[list[list[int]]], rows: int, reached: bool):
+@given(
+    st.lists(steps, min_size=1, max_size=4),
+    st.sampled_from([1, 4, 16, 1000]),
+    st.booleans(),
+    st.sampled_from([0, 1, 4]),
+)
+def test_any_pattern_of_calls(stretches: list[list[list[int]]], rows: int, reached: bool, first: int):
     """Each stretch is recorded, then gone through from its last call to its first, as with segments.
 
-    ``reached``: backward reaches every call; else it skips some.
+    ``reached``: backward reaches every call; else it skips some. ``first``: said to be the rows of the first step,
+    rightly or not.
     """
     torch.manual_seed(0)
     layer = layers.Linear(WIDTH, OUT).double()
@@ -55,7 +61,7 @@ def test_any_pattern_of_calls(stretches: list[list[list[int]]], rows: int, reach
     collector = collector_of(layer, rows, most)
     (link,) = links_of(layer, collector)
     for stretch in stretches:
-        collector.record(sum(max(sum(step), 1) for step in stretch))
+        collector.record(sum(max(sum(step), 1) for step in stretch), first=first, steps=len(stretch))
         calls = []
         for number, step in enumerate(stretch):
             for count in step:

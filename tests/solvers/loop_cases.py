@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models import ARCHITECTURES, Architecture
-from pipeline.solvers import build
+from pipeline.evaluation import loss
+from pipeline.models import ARCHITECTURES, Architecture, recomputed
+from pipeline.solvers import build, loop
 from pipeline.solvers.chunked import Chunked, ChunkedConfig
 from tests.models.cases import make_model, make_tokens
 
@@ -42,6 +44,14 @@ def loss_of(states: Tensor) -> Tensor:
     """Return a sum with another weight for every number."""
     weights = torch.linspace(-1, 1, states.numel(), dtype=torch.float64).sin().to(states.dtype)
     return (states * weights.view_as(states)).sum()
+
+
+def count_as_many(patch: pytest.MonkeyPatch) -> None:
+    """Let the few rows of a test be enough for all that segments do where memory counts."""
+    patch.setattr(loop, "SEGMENT_ROWS", 1)
+    patch.setattr(loop, "SEGMENT_TILE", 2)
+    patch.setattr(recomputed, "AT_ONCE", 4)
+    patch.setattr(loss, "LOGITS_AT_ONCE", 16 * 29 * 5)
 
 
 def gradients_of(model: Architecture) -> Gradients:

@@ -8,6 +8,7 @@ from pipeline.models import ARCHITECTURES
 from pipeline.solvers.chunked import ChunkedConfig
 from tests.models.cases import make_model
 from tests.solvers.cases import refused
+from tests.solvers.loop_cases import count_as_many
 
 
 def chunked(**settings):
@@ -29,8 +30,10 @@ def gradients(model, solver, tokens, starts=None):
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("settings", [{}, {"interval": 2}, {"truncation": 3}, {"activation_checkpointing": True}])
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_after_batch(name, settings, starts):
+def test_batch_after_batch(name, settings, starts, monkeypatch):
     """Each batch of a shape finds the same loop, with its own contents and the weights of the day."""
+    if settings.get("activation_checkpointing"):
+        count_as_many(monkeypatch)
     cls = ARCHITECTURES[name]
     model = make_model(cls, cls.variants()["plain"])
     captured, plain = chunked(**settings, capture=True), chunked(**settings)

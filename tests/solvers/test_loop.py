@@ -19,7 +19,8 @@ from pipeline.bench.live_memory import LiveMemory
 from pipeline.models import ARCHITECTURES, Architecture, layers
 from pipeline.models.collector import Collector, current
 from pipeline.models.rlt import RLT
-from pipeline.solvers.loop import Loop, uncollected_garbage
+from pipeline.solvers.chunked import ChunkedConfig
+from pipeline.solvers.loop import SEGMENT_ROWS, Loop, uncollected_garbage
 from tests.models.cases import assert_close, make_model, make_starts
 from tests.solvers.cases import refused
 from tests.solvers.loop_cases import (
@@ -30,6 +31,7 @@ from tests.solvers.loop_cases import (
     assert_same,
     chunked,
     compare,
+    count_as_many,
     error,
     gradients_of,
     loss_of,
@@ -64,6 +66,26 @@ def test_gradients_are_those_of_autograd(architecture: str, variant: str):
         for segment in (0, 4):
             found = run(model, tokens, starts, **settings, activation_checkpointing=segment > 0, segment_length=segment)
             assert_same(found, states, reference, f"{settings} {documents} {segment}")
+
+
+@pytest.mark.parametrize(("architecture", "variant"), VARIANTS, ids=map("-".join, VARIANTS))
+def test_compiled_kernels(architecture: str, variant: str):
+    model = trained(architecture, variant)
+    tokens = tokens_of(model)
+    for interval, starts, segment in ((1, STARTS, 4), (1, None, 0), (3, None, 4)):
+        states, reference = run(model, tokens, starts, loop="autograd", interval=interval)
+        settings = {"activation_checkpointing": segment > 0, "segment_length": segment, "kernels": "compiled"}
+        assert_same(
+            run(model, tokens, starts, interval=interval, **settings), states, reference, f"{interval} {segment}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"), [({"loop": "autograd"}, "solver.loop=autograd"), ({"capture": True}, "solver.capture")]
+)
+def test_compiled_kernels_without_use(settings: dict[str, Any], other: str):
+    with refused(f"solver.kernels is compiled; it has no use with {other}"):
+        ChunkedConfig("chunked", kernels="compiled", **settings).check()
 
 
 @each_architecture
@@ -111,6 +133,68 @@ def test_checkpointing_computes_the_same_again(architecture: str, dropout: float
             assert torch.equal(torch.get_rng_state(), after)
             assert torch.equal(found[0], states)
             assert error(found[1], reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("interval", [1, 3, 8])
+@each_architecture
+def test_checkpointing_changes_no_bit_of_few_rows(architecture: str, interval: int):
+    """Of no more rows than are summed at once, segments or not; weights that read one state a chunk, too."""
+    model = trained(architecture).float()
+    tokens = tokens_of(model, rows=2, length=32)
+    assert tokens.numel() <= SEGMENT_ROWS
+    for starts in (None, torch.tensor([[0] * 13 + [13] * 19, [0] * 32])):
+        states, reference = run(model, tokens, starts, interval=interval)
+        for segment in (8, 9, 24):
+            settings = {"activation_checkpointing": True, "segment_length": segment}
+            found = run(model, tokens, starts, interval=interval, **settings)
+            assert torch.equal(found[0], states)
+            assert error(found[1], reference) == 0
+
+
+@pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
+def test_what_is_done_where_memory_counts(architecture: str, variant: str, monkeypatch: pytest.MonkeyPatch):
+    """Keys and values of one segment's window, gates of one segment, the encoder a few positions at a time."""
+    count_as_many(monkeypatch)
+    model = trained(architecture, variant)
+    tokens = tokens_of(model)
+    for interval, truncation, segment in ((1, 0, 4), (1, 6, 3), (2, 0, 3), (5, 6, 5)):
+        settings = {"interval": interval, "truncation": truncation}
+        for starts in (None, STARTS):
+            # Whatever was set up for training before: the run without comes first.
+            chunked(**settings, loop="autograd").adapt(model)
+            expected, reference = run(model, tokens, starts, loop="autograd", **settings)
+            settings_again = {**settings, "activation_checkpointing": True, "segment_length": segment}
+            chunked(**settings_again).adapt(model)
+            found = run(model, tokens, starts, **settings_again)
+            assert_same(found, expected, reference, f"{settings_again}, {starts}")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_encoder_draws_the_same_again(dropout: float, monkeypatch: pytest.MonkeyPatch):
+    count_as_many(monkeypatch)
+    model = make_model(RLT, replace(RLT.variants()["plain"], dropout=dropout)).train()
+    tokens = tokens_of(model)
+    expected = run(model, tokens)
+    after = torch.get_rng_state()
+    chunked(activation_checkpointing=True, segment_length=4).adapt(model)
+    found = run(model, tokens, activation_checkpointing=True, segment_length=4)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same(found, *expected, "again")
+    assert torch.equal(found[0], expected[0])
+
+
+def test_hooks_of_the_encoder_run_as_often_as_without(monkeypatch: pytest.MonkeyPatch):
+    """In forward once, and once more in backward; never for some positions alone."""
+    count_as_many(monkeypatch)
+    model, shapes = trained("rlt"), []
+    tokens = tokens_of(model)
+    for module in (model.encoder[0].ffn, model.memory):
+        module.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    reference = run(model, tokens)
+    chunked(activation_checkpointing=True).adapt(model)
+    found = run(model, tokens, activation_checkpointing=True)
+    assert_same(found, *reference, "with hooks")
+    assert set(shapes) == {(*tokens.shape, model.config.width)}
 
 
 @each_architecture

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from pipeline.models import ARCHITECTURES, Architecture
 from pipeline.solvers import build
 from pipeline.solvers.chunked import ChunkedConfig
-from pipeline.training.module import draw_weights
+from pipeline.training.drawing import draw_weights
 from pipeline.training.objective import objective
-from tests.solvers.loop_cases import FEEDING
+from tests.solvers.loop_cases import FEEDING, count_as_many
 from tests.support import environment
 
 RANKS, ROWS, LENGTH, STEPS = 2, 2, 13, 8
@@ -32,6 +32,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "autograd": {"loop": "autograd"},
     "fast": {"loop": "fast"},
     "segments": {"loop": "fast", "activation_checkpointing": True},
+    "sparing": {"loop": "fast", "activation_checkpointing": True, "segment_length": 4},
 }
 with_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 
@@ -44,6 +45,8 @@ class Trained(nn.Module):
 
     def __init__(self, architecture: str, loop: str, interval: int) -> None:
         super().__init__()
+        if loop == "sparing":
+            count_as_many(pytest.MonkeyPatch())
         cls = ARCHITECTURES[architecture]
         self.model: Architecture = cls(cls.variants()["plain"])
         draw_weights(self.model, 0)

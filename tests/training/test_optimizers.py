@@ -358,7 +358,7 @@ def test_resumed_run_repeats_every_loss(tmp_path, data, optimizer):
     assert rows(cut, "validation") == rows(whole, "validation")
     for checkpoint in CheckpointStore(cut / "checkpoints").list():
         (state,) = torch.load(checkpoint.path / TRAINING, weights_only=True)["optimizer_states"]
-        decays = {group["weight_decay"] for group in state["param_groups"]}
+        decays = {group["weight_decay"] for group in state["groups"]}
         assert decays == {0.0, 1 - (checkpoint.step - 1) / 12}
     steady = run_config(tmp_path / "runs", data, *settings, "optimizer.decay_to_zero=false", name="steady")
     assert losses(train(steady).folder) != losses(whole)

@@ -172,7 +172,7 @@ def test_a_rank_that_died_is_named_by_the_others(tmp_path, data):
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "Traceback" not in err, err
-    assert "another rank is gone" in err
+    assert "backfeed: rank 1 was killed by signal 9 (SIGKILL) at step" in err
 
 
 def test_two_processes_cannot_train_one_run(tmp_path, data):

@@ -14,13 +14,15 @@ from pipeline import cli, config_files, models, solvers
 from pipeline.config import Config
 from pipeline.errors import RunError
 from pipeline.evaluation.loss import token_losses
-from pipeline.runs.checkpoints import TRAINING, WEIGHTS, CheckpointStore
+from pipeline.runs.checkpoints import OPTIMIZER, WEIGHTS, CheckpointStore
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.loading import load
+from pipeline.runs.tensors import TensorReader
 from pipeline.solvers import SOLVERS
 from pipeline.solvers.schedules import Mixture
-from pipeline.training import module, optimizers
-from pipeline.training.module import PretrainingModule, draw_weights
+from pipeline.training import module
+from pipeline.training.drawing import draw_weights
+from pipeline.training.module import PretrainingModule
 from pipeline.training.train import train
 from tests.support import assert_close, environment, forget_after, losses, rows, run_config
 
@@ -304,13 +306,11 @@ def initial_weights(trained):
 
 def optimizer_state(trained):
     """Return the optimiser's state by the names of the parameters."""
-    model, config = models.build(trained.config.model), trained.config
-    solvers.build(config.solver).adapt(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = optimizers.build(config.optimizer, model, config.learning_rate.peak).param_groups
-    order = [names[parameter] for group in groups for parameter in group["params"]]
-    (saved,) = torch.load(trained.checkpoint.path / TRAINING, weights_only=True)["optimizer_states"]
-    return {order[number]: state for number, state in saved["state"].items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for full, value in TensorReader(trained.checkpoint.path, OPTIMIZER).items():
+        name, _, key = full.rpartition("/")
+        found.setdefault(name, {})[key] = value
+    return found
 
 
 def moved(trained):

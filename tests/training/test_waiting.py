@@ -4,6 +4,7 @@ The models lie on the meta device: a tensor there has no values, so that whoever
 ``tolist``, ``bool`` and indexing by a mask do. Copies to it that a GPU would wait for are counted.
 """
 
+import sys
 import traceback
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,18 +20,18 @@ from pipeline import solvers
 from pipeline.data.manifest import Manifest
 from pipeline.errors import ConfigError
 from pipeline.models import ARCHITECTURES
-from pipeline.models.base import build, build_on_meta
+from pipeline.models.base import build_on_meta
 from pipeline.runs.folder import RunFolder
 from pipeline.solvers import SOLVERS
 from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.solvers.interleaved import InterleavedConfig
 from pipeline.solvers.parallel import ParallelConfig
 from pipeline.solvers.unrolled import UnrolledConfig
-from pipeline.training import strategies
+from pipeline.training import optimizers, strategies
 from pipeline.training.assembly import Assembly
 from pipeline.training.callbacks.steps import StepCallback
-from pipeline.training.module import draw_weights
 from pipeline.training.objective import objective
+from pipeline.training.sleeping import AdamW
 from pipeline.training.train import quieten, with_vocabulary
 from tests.support import MODELS, run_config
 
@@ -135,7 +137,7 @@ def test_the_watch_sees():
         torch.zeros(2).to(META, non_blocking=True)
 
 
-class OnMeta(SingleDeviceStrategy):
+class OnMeta(strategies.Resumable, SingleDeviceStrategy):
     """One process, on the meta device."""
 
     def __init__(self):
@@ -143,6 +145,11 @@ class OnMeta(SingleDeviceStrategy):
 
     def setup_environment(self):
         """Do without the accelerator, which knows no such device."""
+
+    def setup(self, trainer):
+        """Take float64, which on this device alone goes the way that float32 goes on others."""
+        self.lightning_module.double()
+        super().setup(trainer)
 
     def reduce(self, tensor, *args, **kwargs):
         """Answer what Lightning asks once, before the first step: whether there are batches."""
@@ -175,11 +182,17 @@ class Steps(StepCallback):
         self._watch.__enter__()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("architecture", sorted(MODELS))
-def test_no_step_of_a_run_waits(tmp_path, data, monkeypatch, architecture, optimizer):
-    """Callbacks, clipping, optimiser and schedules included; what is logged, validated or saved may wait."""
-    monkeypatch.setattr(strategies, "build", lambda training: OnMeta())
+GUARDED = [("rlt", "adamw", True), ("rlt", "muon", True)]
+RUNS = [(name, optimizer, False) for name in sorted(MODELS) for optimizer in ("adamw", "muon")] + GUARDED
+
+
+@pytest.mark.parametrize(("architecture", "optimizer", "guarded"), RUNS)
+def test_no_step_of_a_run_waits(tmp_path, data, monkeypatch, architecture, optimizer, guarded):
+    """Callbacks, clipping, optimiser, schedules and guards included; what is logged, validated or saved may wait."""
+    monkeypatch.setattr(strategies, "build", lambda *run: OnMeta())
+    if guarded:  # the optimiser of GPUs, which leaves a step out on the device
+        monkeypatch.setattr(sys.modules[Optimizer.__module__], "_get_fused_kernels_supported_devices", lambda: ["meta"])
+        monkeypatch.setattr(optimizers, "AdamW", lambda groups, fused, **rest: AdamW(groups, fused=True, **rest))
     never = 1000
     config = run_config(
         tmp_path,
@@ -189,16 +202,15 @@ def test_no_step_of_a_run_waits(tmp_path, data, monkeypatch, architecture, optim
         "training.micro_batch_tokens=64",
         *(f"{what}.every_steps={never}" for what in ("validation", "checkpoint", "logging")),
         *(["solver.interval=4"] if architecture == "rlt" else []),
+        *(["guards.spike_deviations=6", "guards.nonfinite_limit=1"] if guarded else []),
         architecture=architecture,
     )
     manifest = Manifest.load(data)
     config = replace(config, model=with_vocabulary(config.model, manifest))
     quieten()
-    model = build(config.model).double()
-    draw_weights(model, 0)
     folder = RunFolder(config.run.folder)
     folder.open(config, "never", manifest.fingerprint)
-    assembly = Assembly(config, folder, manifest, model)
+    assembly = Assembly(config, folder, manifest, lambda state: None)
     steps = Steps(3)
     assembly.trainer.callbacks.append(steps)
     try:

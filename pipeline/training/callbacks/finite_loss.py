@@ -55,9 +55,19 @@ class FiniteLoss(StepCallback):
         bad = int(distributed.smallest(self._first_bad))
         if bad == _NEVER:
             return
-        found = self._checkpoints.list()
-        good = f"the last good checkpoint is {found[-1].path}" if found else "there is no checkpoint yet"
-        raise TrainingError(
-            f"loss or gradient is not finite at step {bad} ({self._describe(bad)}); {good}; try a lower learning rate "
-            "or look at the data there"
-        )
+        raise not_finite(bad, self._describe(bad), self._checkpoints)
+
+
+def not_finite(step: int, data: str, checkpoints: CheckpointStore, earlier: str = "") -> TrainingError:
+    """Return the error that ends a run.
+
+    Args:
+        step: the step that went wrong.
+        data: what it has seen, in words.
+        checkpoints: where the last good one lies.
+        earlier: what to add of those before it.
+    """
+    return TrainingError(
+        f"loss or gradient is not finite at step {step} ({data}){earlier}; {checkpoints.last_good()}; try a lower "
+        "learning rate or look at the data there"
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from pipeline.models import Architecture
 from pipeline.progress import Progress
 from pipeline.training import distributed
 from pipeline.training.callbacks.steps import StepCallback, due
@@ -23,13 +24,24 @@ class TrainingMetrics(StepCallback):
     Args:
         stopwatch: training time.
         peak_flops: FLOP/s that all devices together reach in a large matrix product.
+        model: says how many FLOPs a token takes; may be on the meta device.
         progress: makes the display, given the steps done.
+        counts: returns what else to log.
     """
 
-    def __init__(self, stopwatch: Stopwatch, peak_flops: float, progress: Callable[[int], Progress]) -> None:
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        peak_flops: float,
+        model: Architecture,
+        progress: Callable[[int], Progress],
+        counts: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         self._stopwatch = stopwatch
+        self._model = model
         self._peak = peak_flops
         self._make_progress = progress
+        self._counts = counts
         self._progress: Progress | None = None
         self._seconds = 0.0
         self._loading = 0.0
@@ -83,7 +95,7 @@ class TrainingMetrics(StepCallback):
         """Return the FLOPs of a step with the solver's present settings."""
         settings = tuple(module.solver.settings().items())
         if settings not in self._flops_per_token:
-            flops = module.solver.flops_per_token(module.model, module.config.data.sequence_length)
+            flops = module.solver.flops_per_token(self._model, module.config.data.sequence_length)
             self._flops_per_token[settings] = 3 * flops
         return self._flops_per_token[settings] * module.config.training.batch_tokens
 
@@ -112,6 +124,7 @@ class TrainingMetrics(StepCallback):
             "throughput/model_flops_per_second": flops,
             "throughput/utilization": flops / self._peak,
             "throughput/loading_fraction": self._loading / seconds,
+            **self._counts(),
         }
         self._seconds, self._loading, self._last_step, self._flops = now, 0.0, step, 0.0
         return metrics

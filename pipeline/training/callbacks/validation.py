@@ -9,10 +9,11 @@ from torch import Tensor
 
 from pipeline.data.stream import EvaluationBatch
 from pipeline.evaluation.loss import evaluate
-from pipeline.training import distributed
+from pipeline.training import distributed, phases
 from pipeline.training.callbacks.steps import StepCallback, due
 from pipeline.training.module import PretrainingModule
 from pipeline.training.stopwatch import Stopwatch
+from pipeline.training.strategies import resumable
 
 
 class Validation(StepCallback):
@@ -42,14 +43,16 @@ class Validation(StepCallback):
         config = module.config
         if not due(step, config.validation.every_steps, config.training.steps):
             return
-        with self._stopwatch.paused(), module.solver.set_to(module.evaluation_settings):
+        strategy = resumable(trainer)
+        paused, settings_of_evaluation = self._stopwatch.paused(), module.solver.set_to(module.evaluation_settings)
+        with phases.within(phases.VALIDATION), paused, settings_of_evaluation, strategy.whole_weights():
             sums = evaluate(
                 module.model,
                 module.solver,
-                self._batches,
+                phases.marked(self._batches),
                 self._token_bytes,
                 reduce=distributed.total,
-                precision=trainer.precision_plugin.forward_context,
+                precision=strategy.forward_context,
             )
         settings = module.evaluation_settings
         metrics = {
