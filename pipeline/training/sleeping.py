@@ -18,12 +18,17 @@ class AdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the groups that are awake; see ``torch.optim.AdamW.step``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()  # which may say who sleeps
         groups = self.param_groups
         self.param_groups = awake(groups)
         try:
-            return super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
+        return loss
 
 
 def awake(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

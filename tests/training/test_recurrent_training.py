@@ -14,7 +14,7 @@ from pipeline import cli, config_files, models, solvers
 from pipeline.config import Config
 from pipeline.errors import RunError
 from pipeline.evaluation.loss import token_losses
-from pipeline.runs.checkpoints import OPTIMIZER, WEIGHTS, CheckpointStore
+from pipeline.runs.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.loading import load
 from pipeline.runs.tensors import TensorReader
@@ -90,10 +90,11 @@ def passes_of(folder):
 
 
 def recorded(folder):
-    """Return all that a run's rows say of learning, as text, and the hash of its last weights."""
+    """Return all that a run's rows say of learning, as text, and the hashes of its last weights."""
     kept = [{key: row[key] for key in row if not key.startswith("throughput/")} for row in rows(folder)]
     last = CheckpointStore(folder / "checkpoints").list()[-1]
-    return kept, rows(folder, "validation"), last.step, last.describe()["files"][WEIGHTS]["sha256"]
+    weights = {name: each["sha256"] for name, each in last.describe()["files"].items() if name.startswith(MODEL)}
+    return kept, rows(folder, "validation"), last.step, weights
 
 
 @pytest.mark.parametrize("circumstances", CIRCUMSTANCES)
@@ -128,13 +129,13 @@ def test_what_is_drawn_hangs_on_the_seed(tmp_path, data):
 
 
 def test_every_micro_batch_draws_from_a_seed_of_its_own(tmp_path, data, monkeypatch):
-    plain, found = module.objective, []
+    plain, found = module.ObjectiveModule.forward, []
 
-    def objective(*arguments):
+    def forward(self, *arguments):
         found.append(torch.initial_seed())
-        return plain(*arguments)
+        return plain(self, *arguments)
 
-    monkeypatch.setattr(module, "objective", objective)
+    monkeypatch.setattr(module.ObjectiveModule, "forward", forward)
     trained_folder(tmp_path, data, "fbt", SHORT, "training.micro_batch_tokens=64")
     assert found == [module.draw_seed(SEED, step, part, 0) for step in range(8) for part in range(2)]
     others = [module.draw_seed(*each) for each in itertools.product(range(3), range(12), range(3), range(3))]
