@@ -1,6 +1,6 @@
 # make setup   environment in .venv
 # make demo    prepare a corpus, train, evaluate, write a sample (at most ten minutes on two cores)
-# make test    all tests, some nine minutes on two cores
+# make test    the tests, some fifteen minutes on two cores; make test-long those that take longest, some minutes more
 # make crash   kill a run, and single ranks of runs of two, again and again, and count the survivals: some twenty minutes
 # make billion train a model of a billion parameters for some steps, kill it, resume it; 24 GB of memory, 60 GB of disk
 PYTHON ?= python3.11
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 RUN := runs/rlt_demo
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test crash billion lint format docs clean
+.PHONY: setup demo test test-long crash billion lint format docs clean
 
 setup: $(READY)
 
@@ -32,6 +32,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-long: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 crash: setup
 	$(BIN)/python -m tests.crash

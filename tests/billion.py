@@ -1,6 +1,6 @@
 """The one-billion-parameter RLT in real steps on one machine without a GPU: train, kill, resume, verify, consolidate.
 
-``make billion`` runs it: two ranks of ZeRO-3, bfloat16 weights with float32 masters, the optimiser's states on disk,
+``make billion`` runs it: ZeRO-3 on one rank, bfloat16 weights with float32 masters, the optimiser's states on disk,
 checkpointing in time, short rows. It needs some 24 GB of memory and 60 GB of disk, and prints the log that
 docs/strategies.md shows.
 """
@@ -119,7 +119,7 @@ def main() -> int:
     """Do all of it; return 0 if all of it held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, help="folder for data, checkpoints and swap (default: a temporary one)")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     work = options.work or Path(tempfile.mkdtemp(prefix="billion-"))
     work.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ DISTURBANCES = {
 }
 
 
-@pytest.mark.parametrize("strategy", DISTURBANCES)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.long), "zero3"])
 def test_killed_ranks_are_named_and_the_run_goes_on(tmp_path, data, strategy):
     plans = DISTURBANCES[strategy]
     assert survive_ranks(tmp_path, data, strategy, plans) == len(plans)

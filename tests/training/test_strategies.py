@@ -21,10 +21,10 @@ PAIRS = {
     "fbt": ("solver.name=unrolled", "solver.passes=2", "model.jitter=0"),
 }
 """The papers' pairs, without what every rank draws for itself."""
-CIRCUMSTANCES = {
-    "plain": ("training.micro_batch_tokens=64",),
-    "accumulated": ("training.micro_batch_tokens=32", "solver.activation_checkpointing=true"),
-}
+CIRCUMSTANCES = [
+    pytest.param(("training.micro_batch_tokens=64",), id="plain", marks=pytest.mark.long),
+    pytest.param(("training.micro_batch_tokens=32", "solver.activation_checkpointing=true"), id="accumulated"),
+]
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 # Losses of one rank and of two differ by the order of float32 sums, which training carries on: about 2^-24 of the
 # gradients' size a step, times the step's growth. Over 20 steps of these runs it stays three digits below this.
@@ -58,7 +58,7 @@ def curve(folder):
 def test_losses_are_the_same_under_every_strategy(tmp_path, data, circumstances):
     """So are the norms of the gradients, the schedule and what validation finds."""
     runs = {}
-    settings = (*CIRCUMSTANCES[circumstances], f"training.tokens={128 * STEPS}", "validation.every_steps=20")
+    settings = (*circumstances, f"training.tokens={128 * STEPS}", "validation.every_steps=20")
     settings += ("checkpoint.every_steps=100",)
     for architecture, pair in PAIRS.items():
         for strategy in STRATEGIES:
@@ -91,33 +91,36 @@ def seen(root, name, ranks):
     return found
 
 
-PATHS = {
-    "ranks": [("zero2", 2), ("zero2", 1), ("zero2", 4)],
-    "stages": [("zero1", 2), ("zero2", 2), ("zero3", 2)],
-    "from_replicas": [("ddp", 2), ("zero3", 4), ("ddp", 1)],
-    "back": [("zero3", 2), ("zero1", 4), ("single", 1)],
-}
+PATHS = [
+    pytest.param([("zero2", 2), ("zero2", 1), ("zero2", 4)], id="ranks", marks=pytest.mark.long),
+    pytest.param([("zero1", 2), ("zero2", 2), ("zero3", 2)], id="stages", marks=pytest.mark.long),
+    pytest.param([("ddp", 2), ("zero3", 4), ("ddp", 1)], id="from_replicas"),
+    pytest.param([("zero3", 2), ("zero1", 4), ("single", 1)], id="back", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_goes_on_under_another_strategy_and_on_other_ranks(tmp_path, data, path):
     """Model, optimiser, schedules and data position carry on: every token is read once, and losses are those of one."""
     settings = ("training.micro_batch_tokens=32", "checkpoint.keep_last=9", "validation.every_steps=0")
-    for number, (strategy, ranks) in enumerate(PATHS[path]):
+    for number, (strategy, ranks) in enumerate(path):
         config = config_of(tmp_path, data, strategy, ranks, *settings, name="run")
         job = Job(config, "must" if number else "never", stop=4 * (number + 1))
         train_in_ranks(ranks, [job], tmp_path / f"jobs{number}")
     whole = train(config_of(tmp_path, data, "single", 1, *settings, name="whole")).folder
     assert curve(tmp_path / "run") == pytest.approx(curve(whole), rel=TOLERANCE)
     read = {}
-    for _, ranks in PATHS[path]:
+    for _, ranks in path:
         read.update(seen(tmp_path, "run", ranks))
     assert sorted(read) == list(range(1, 13))
     samples = [sample for step in sorted(read) for sample in read[step]]
     assert sorted(samples) == list(range(12 * 4))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2")]
+
+
+@pytest.mark.parametrize("strategy", [*LONG, "zero3"])
 def test_a_resumed_run_repeats_every_loss(tmp_path, data, strategy):
     """To the last bit, with weights that sleep for a while, accumulation and bfloat16 weights."""
     schedule = "schedules.passes=[{at: 0, value: 1}, {at: 0.5, value: 2}]"  # the correction wakes at step 7
