@@ -22,6 +22,8 @@ REFUSED = {
     "gradient_accumulation_steps": "it follows from training.batch_tokens and micro_batch_tokens",
     "train_batch_size": "it follows from training.batch_tokens",
     "checkpoint": "checkpoints are written by parameter, for any number of ranks",
+    "activation_checkpointing": "set solver.activation_checkpointing; DeepSpeed's is for its own checkpoint function, "
+    "which divides what tensor-parallel ranks share and knows no loop over time",
     "pipeline": "there is no pipeline parallelism",
 }
 """Settings of DeepSpeed that have another place here, or none."""
