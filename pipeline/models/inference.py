@@ -47,11 +47,11 @@ class AttentionLink:
     def __init__(self, attend: Callable[..., Tensor], visible: Visibility, dropout: float) -> None:
         self._attend, self._visible, self._dropout = attend, visible, dropout
 
-    def forward(self, x: Any) -> tuple[Tensor, None]:
+    def forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, None]:
         """Map queries [rows, n, heads, head_dim], or a tuple of queries, keys and values, to [rows, n, width]."""
         given = x if isinstance(x, tuple) else (x,)
         return self._attend(*given, self._visible, self._dropout).flatten(2), None
 
-    def backward(self, kept: Any, gradient: Any) -> NoReturn:
+    def backward(self, kept: Any, gradient: Any, out: Tensor | None = None) -> NoReturn:
         """Refuse: nothing was kept."""
         raise RuntimeError("attention in inference has no backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -170,11 +171,23 @@ def build(config: Config) -> Architecture:
     except RuntimeError as error:
         if "alloc" not in str(error) and "memory" not in str(error):
             raise
-        count = count_parameters(build_on_meta(config.model))
-        raise ConfigError(
-            f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can "
-            "hold; choose a smaller width, vocab_size or depth, or training.strategy=zero3"
-        ) from None
+        raise too_large(count_parameters(build_on_meta(config.model))) from None
+
+
+def check_memory(config: Config, device: str) -> None:
+    """Raise ConfigError where a model that ranks hold whole is larger than the machine, before anything is made."""
+    count = count_parameters(build_on_meta(config.model))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cpu" and config.training.zero_stage < 3 and 4 * count > memory:
+        raise too_large(count)
+
+
+def too_large(count: int) -> ConfigError:
+    """Return the error of a model with so many parameters that does not fit."""
+    return ConfigError(
+        f"the model has {count:,} parameters, {4 * count / 1e9:,.0f} GB in float32, more than this machine can hold; "
+        "choose a smaller width, vocab_size or depth, or training.strategy=zero3"
+    )
 
 
 def seed_draws(device: torch.device, seed: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline import devices
 from pipeline.config import Config
 from pipeline.conversion import initial_weights
 from pipeline.cores import available_cores
@@ -26,6 +27,7 @@ from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.assembly import Assembly
 from pipeline.training.drawing import draw_into
 from pipeline.training.launcher import StartWatch
+from pipeline.training.module import check_memory
 from pipeline.training.screen import say
 from pipeline.training.state import TrainingState
 from pipeline.training.state_files import set_weights
@@ -61,6 +63,8 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
         manifest, [config.data.train_split, *([config.validation.split] if config.validation.every_steps else [])]
     )
     config = replace(config, model=with_vocabulary(config.model, manifest, config.run.initial_weights))
+    accelerator = config.training.accelerator
+    check_memory(config, devices.choose("auto").type if accelerator == "auto" else accelerator)
     torch.set_num_threads(threads(config))
     if config.training.accelerator == "cpu" or not torch.cuda.is_available():
         keep_freed_memory()
