@@ -7,6 +7,11 @@ import torch
 from pipeline.errors import ConfigError
 
 
+def kind(name: str) -> str:
+    """Return the kind of device that ``name`` means, not looking whether it is there; see ``choose``."""
+    return choose(name).type if name == "auto" else torch.device(name).type
+
+
 def choose(name: str) -> torch.device:
     """Return the device that ``name`` means; ``auto`` takes a GPU where there is one.
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.errors import RunError, UserError
 
 _CHUNK = 1 << 20
 
@@ -26,6 +26,12 @@ _REASONS = {
     errno.ESTALE: "the network file system lost the file (stale handle)",
     errno.ELOOP: "its symbolic links run in a circle",
 }
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise RunError where there is something at ``path`` already."""
+    if path.exists() or path.is_symlink():
+        raise RunError(f"{path} exists already; choose a new folder")
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from pipeline.conversion.huggingface import CONFIG, read_folder
 from pipeline.conversion.settings import target_settings
 from pipeline.conversion.source import Source
 from pipeline.errors import ConfigError, RunError
+from pipeline.files import refuse_existing
 from pipeline.models import ARCHITECTURES, Architecture, ArchitectureConfig
 from pipeline.models.base import count_parameters
 from pipeline.runs.checkpoints import DESCRIPTION
@@ -59,7 +60,7 @@ def convert(
         UserError: there is no such conversion, in one line; nothing has been written then.
     """
     ARCHITECTURES[to]
-    folder.refuse_existing(output)
+    refuse_existing(output)
     source = find_source(path, step)
     if source.origin["kind"] == "checkpoint" and to == source.config.architecture:
         raise ConfigError(

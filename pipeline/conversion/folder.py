@@ -23,7 +23,7 @@ from pipeline import config_files
 from pipeline.config_files.reader import plain
 from pipeline.conversion.settings import Layer, RunLayer
 from pipeline.errors import RunError
-from pipeline.files import fsync_file, fsync_folder, sha256_file, write_atomically
+from pipeline.files import fsync_file, fsync_folder, refuse_existing, sha256_file, write_atomically
 from pipeline.models import ArchitectureConfig
 from pipeline.runs.checkpoints import SEAL, TOKENIZER, WEIGHTS, seal
 from pipeline.runs.weights import save_weights
@@ -37,12 +37,6 @@ _HEADER = """\
 #   backfeed train {path} RECIPE.yaml data.path=...
 # where RECIPE.yaml holds all but the model. Paths are relative to the folder that you stand in.
 """
-
-
-def refuse_existing(path: Path) -> None:
-    """Raise RunError where there is something at ``path`` already."""
-    if path.exists() or path.is_symlink():
-        raise RunError(f"{path} exists already; choose a new folder")
 
 
 def write(

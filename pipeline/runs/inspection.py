@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import RunError
-from pipeline.files import fsync_folder
+from pipeline.files import fsync_folder, refuse_existing
 from pipeline.progress import Progress
 from pipeline.runs import loading
 from pipeline.runs.checkpoints import (
@@ -152,8 +152,7 @@ def consolidate(path: Path, step: int | None, output: Path, say: Callable[[str],
     Raises:
         RunError: there is no whole checkpoint, or something is at ``output``.
     """
-    if output.exists() or output.is_symlink():
-        raise RunError(f"{output} exists already; choose a new folder")
+    refuse_existing(output)
     source = loading.find(path, step)
     description = {
         key: value for key, value in source.describe().items() if key not in ("format", "step", "files", SEAL)

@@ -119,7 +119,7 @@ class Assembly:
 
     def _make_trainer(self) -> pl.Trainer:
         training = self.config.training
-        accelerator = devices.choose("auto").type if training.accelerator == "auto" else training.accelerator
+        accelerator = devices.kind(training.accelerator)
         timeout = timedelta(seconds=training.timeout_seconds + MEETING_SECONDS)
         return pl.Trainer(
             accelerator=accelerator,

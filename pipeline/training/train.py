@@ -63,10 +63,10 @@ def train(config: Config, resume: Resume = "never") -> Outcome:
         manifest, [config.data.train_split, *([config.validation.split] if config.validation.every_steps else [])]
     )
     config = replace(config, model=with_vocabulary(config.model, manifest, config.run.initial_weights))
-    accelerator = config.training.accelerator
-    check_memory(config, devices.choose("auto").type if accelerator == "auto" else accelerator)
+    device = devices.kind(config.training.accelerator)
+    check_memory(config, device)
     torch.set_num_threads(threads(config))
-    if config.training.accelerator == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
         keep_freed_memory()
     if config.training.ranks > 1:
         ending.prepare()
