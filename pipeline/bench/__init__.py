@@ -40,7 +40,9 @@ def run(name: str, options: Options, *, threads: int = 0, file: Path | None = No
     check(name, options, threads)
     module = importlib.import_module(f"pipeline.bench.{name}")
     from pipeline.bench import machine
+    from pipeline.training.allocator import keep_freed_memory
 
+    keep_freed_memory()  # as training on a CPU does
     with machine.threads_set(threads):
         described = machine.describe()
         print(f"{name}: {machine.line(described)}", flush=True)

@@ -1,9 +1,9 @@
 """What feedback costs: a training step of the recurrence beside one pass over the same rows without feedback.
 
 Every step is forward, backward and AdamW. The recurrence at B = 1 is exact, with full backpropagation through time; B
-positions at a time are RLT-2. ``B = 1, autograd`` is the loop as autograd alone does it. A step's FLOPs are counted as
-``throughput/model_flops_per_second`` counts them, and the peak is that of a large matrix product, which takes turns
-with the steps.
+positions at a time are RLT-2. ``B = 1, torch`` is without compiled kernels, ``B = 1, autograd`` the loop as autograd
+alone does it. A step's FLOPs are counted as ``throughput/model_flops_per_second`` counts them, and the peak is that of
+a large matrix product, which takes turns with the steps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from pipeline.solvers import SolverConfig
 from pipeline.solvers.chunked import ChunkedConfig
 from pipeline.solvers.parallel import ParallelConfig
 
-NONE, EXACT, AUTOGRAD = "none", "B = 1", "B = 1, autograd"
+NONE, EXACT, TORCH, AUTOGRAD = "none", "B = 1", "B = 1, torch", "B = 1, autograd"
 ORDERS: dict[str, SolverConfig] = {
     NONE: ParallelConfig("parallel"),
     "B = 16": ChunkedConfig("chunked", interval=16),
     "B = 4": ChunkedConfig("chunked", interval=4),
     EXACT: ChunkedConfig("chunked", interval=1),
+    TORCH: ChunkedConfig("chunked", interval=1, kernels="torch"),
     AUTOGRAD: ChunkedConfig("chunked", interval=1, loop="autograd"),
 }
 REPEATS = 5

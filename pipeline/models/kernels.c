@@ -18,6 +18,25 @@
 #define PRAGMA(x) _Pragma(#x)
 #define ROWS(count, width) PRAGMA(omp parallel for schedule(static) num_threads(threads) if ((count) * (width) > LEAST))
 
+/* Attention of some positions to slots of buffers. Keys and values of the positions themselves, where they are the
+   layer's own, are written to their slots first.
+
+   x: [rows, n, heads], and kv_heads twice if own, all of them [width]; w: of QK-norm, [heads and kv_heads if own,
+   width], or one for all with step 0, or null; cos, sin: [rows or 1, n, width]; mask: bytes [rows or 1, n, slots seen],
+   or null; keys, values and their gradients: [rows, kv_heads, slots, width]; factors: [rows, n, heads and kv_heads if
+   own]; scaled: [rows, kv_heads, group, n, width]; weights, scores: [rows, kv_heads, group, n, slots seen]; out,
+   gradient: [rows, n, heads, width]; sums: [threads, and as w]. Heads are kv_heads groups. Slots are seen from first to
+   stop; the positions' own begin at begin. The fields' order is that of `kernels.Attention`. */
+struct Attention {
+    int64_t rows, n, kv_heads, group, width, own, slots, first, near, begin, stop, causal, again, threads;
+    int64_t head_step, table_row_step, table_step, mask_row_step, mask_step;
+    double least;
+    const void *x, *w, *cos, *sin, *mask;
+    void *keys, *values, *factors, *scaled, *weights, *out;
+    const void *gradient;
+    void *of_keys, *of_values, *scores, *of_x, *sums;
+};
+
 #define REAL float
 #define NAME(f) f##_float
 #define SQRT sqrtf
@@ -95,62 +114,169 @@ void NAME(swiglu_back)(const REAL *x, const REAL *g, REAL *of_x, int64_t rows, i
     }
 }
 
-/* The norm of each head as above, turned by the tables' angle.
-
-   x: [rows, n, heads, width], with steps between rows and between positions; w: [heads, width], or one for all heads
-   with step 0; cos, sin: [rows or 1, n, width], with step 0 between rows for one; y: [rows, n, heads, width]; f: [rows,
-   n, heads]. */
-void NAME(turn)(const REAL *x, const REAL *w, const REAL *cos, const REAL *sin, REAL *y, REAL *f, int64_t rows,
-                int64_t n, int64_t heads, int64_t width, int64_t row_step, int64_t step, int64_t head_step,
-                int64_t table_row_step, int64_t table_step, double least, int threads) {
+/* The norm of a head, times w where there is one, turned by the angle of a table, times scale; returns f. */
+static REAL NAME(turn)(const REAL *x, const REAL *w, const REAL *cos, const REAL *sin, REAL *y, int64_t width,
+                       REAL least, REAL scale) {
     const int64_t half = width / 2;
-    ROWS(rows * n, heads * width)
-    for (int64_t place = 0; place < rows * n; ++place) {
-        const int64_t table = place / n * table_row_step + place % n * table_step;
-        for (int64_t head = 0; head < heads; ++head) {
-            const REAL *from = x + place / n * row_step + place % n * step + head * width, *weight = w + head * head_step;
-            REAL *to = y + (place * heads + head) * width, square = 0;
+    REAL normed[MOST_HEAD], factor = 1;
+    if (w) {
+        REAL square = 0;
 #pragma omp simd reduction(+ : square)
-            for (int64_t i = 0; i < width; ++i) square += from[i] * from[i];
-            const REAL factor = f[place * heads + head] = 1 / SQRT(square + (REAL)least);
+        for (int64_t i = 0; i < width; ++i) square += x[i] * x[i];
+        factor = 1 / SQRT(square + least);
+    }
 #pragma omp simd
-            for (int64_t i = 0; i < half; ++i) {
-                const REAL one = from[i] * factor * weight[i], other = from[i + half] * factor * weight[i + half];
-                to[i] = one * cos[table + i] - other * sin[table + i];
-                to[i + half] = other * cos[table + i + half] + one * sin[table + i + half];
-            }
+    for (int64_t i = 0; i < width; ++i) normed[i] = x[i] * (factor * scale) * (w ? w[i] : 1);
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        y[i] = normed[i] * cos[i] - normed[i + half] * sin[i];
+        y[i + half] = normed[i + half] * cos[i + half] + normed[i] * sin[i + half];
+    }
+    return factor;
+}
+
+/* Gradient of the x of `turn`, given g, that of y over scale; adds to sum, that of w. */
+static void NAME(turn_back)(const REAL *x, const REAL *w, const REAL *cos, const REAL *sin, REAL factor, const REAL *g,
+                            REAL *of_x, REAL *sum, int64_t width, REAL scale) {
+    const int64_t half = width / 2;
+    REAL back[MOST_HEAD], along = 0;
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        back[i] = (g[i] * cos[i] + g[i + half] * sin[i + half]) * scale;
+        back[i + half] = (g[i + half] * cos[i + half] - g[i] * sin[i]) * scale;
+    }
+    if (!w) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) of_x[i] = back[i];
+        return;
+    }
+#pragma omp simd reduction(+ : along)
+    for (int64_t i = 0; i < width; ++i) {
+        const REAL product = back[i] * x[i] * factor;
+        sum[i] += product;
+        along += product * w[i];
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) of_x[i] = (back[i] * w[i] - x[i] * factor * along) * factor;
+}
+
+static REAL NAME(dot)(const REAL *x, const REAL *y, int64_t width) {
+    REAL sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; ++i) sum += x[i] * y[i];
+    return sum;
+}
+
+static void NAME(add)(REAL *y, const REAL *x, REAL factor, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) y[i] += factor * x[i];
+}
+
+/* Attention weights of query i of a row, scaled, for keys from the first slot on. What is unseen has weight 0. */
+static void NAME(look)(const struct Attention *a, int64_t row, int64_t i, const REAL *query, const REAL *keys,
+                       REAL *weights) {
+    const int64_t count = a->stop - a->first, width = a->width;
+    const uint8_t *mask = a->mask ? (const uint8_t *)a->mask + row * a->mask_row_step + i * a->mask_step : 0;
+    const int64_t seen = a->causal ? i + 1 : count;
+    REAL most = 0, sum = 0;
+    int any = 0;
+    for (int64_t m = 0; m < seen; ++m)
+        if (!mask || mask[m]) {
+            weights[m] = NAME(dot)(query, keys + m * width, width);
+            if (!any || weights[m] > most) most = weights[m];
+            any = 1;
         }
+    for (int64_t m = 0; m < count; ++m) {
+        weights[m] = m < seen && (!mask || mask[m]) ? EXP(weights[m] - most) : 0;
+        sum += weights[m];
+    }
+    for (int64_t m = 0; m < count; ++m) weights[m] /= sum;
+}
+
+/* Attention from the packed projection to what the output projection reads. */
+void NAME(attend)(const struct Attention *a) {
+    const int64_t n = a->n, width = a->width, heads = a->kv_heads * a->group, count = a->stop - a->first;
+    const int64_t packed = heads + (a->own ? 2 * a->kv_heads : 0), turned = heads + (a->own ? a->kv_heads : 0);
+    const REAL *cos = a->cos, *sin = a->sin, *w = a->w, scale = 1 / SQRT((REAL)width);
+    const int threads = a->threads;
+    ROWS(a->rows * heads * n, width * count)
+    for (int64_t both = 0; both < a->rows * a->kv_heads; ++both) {
+        const int64_t row = both / a->kv_heads, head = both % a->kv_heads;
+        REAL *keys = (REAL *)a->keys + both * a->slots * width, *values = (REAL *)a->values + both * a->slots * width;
+        for (int64_t i = 0; i < n && a->own; ++i) {
+            const REAL *from = (const REAL *)a->x + (row * n + i) * packed * width, *key = from + (heads + head) * width;
+            const int64_t table = row * a->table_row_step + i * a->table_step, slot = (a->begin + i) * width;
+            ((REAL *)a->factors)[(row * n + i) * turned + heads + head] =
+                NAME(turn)(key, w ? w + (heads + head) * a->head_step : 0, cos + table, sin + table, keys + slot, width,
+                           (REAL)a->least, 1);
+            for (int64_t j = 0; j < width; ++j) values[slot + j] = key[a->kv_heads * width + j];
+        }
+        for (int64_t i = 0; i < n; ++i)
+            for (int64_t g = 0; g < a->group; ++g) {
+                const int64_t table = row * a->table_row_step + i * a->table_step, own = head * a->group + g;
+                const int64_t query = (both * a->group + g) * n + i;
+                REAL *scaled = (REAL *)a->scaled + query * width, *weights = (REAL *)a->weights + query * count;
+                REAL *out = (REAL *)a->out + ((row * n + i) * heads + own) * width;
+                ((REAL *)a->factors)[(row * n + i) * turned + own] =
+                    NAME(turn)((const REAL *)a->x + ((row * n + i) * packed + own) * width,
+                               w ? w + own * a->head_step : 0, cos + table, sin + table, scaled, width, (REAL)a->least,
+                               scale);
+                NAME(look)(a, row, i, scaled, keys + a->first * width, weights);
+                for (int64_t j = 0; j < width; ++j) out[j] = 0;
+                for (int64_t m = 0; m < count; ++m) NAME(add)(out, values + (a->first + m) * width, weights[m], width);
+            }
     }
 }
 
-/* Gradient of x, which has steps of its own, given g, that of y; adds to sums [threads, heads or 1, width]. */
-void NAME(turn_back)(const REAL *x, const REAL *w, const REAL *cos, const REAL *sin, const REAL *f, const REAL *g,
-                     REAL *of_x, REAL *sums, int64_t rows, int64_t n, int64_t heads, int64_t width, int64_t row_step,
-                     int64_t step, int64_t head_step, int64_t table_row_step, int64_t table_step, int64_t of_row_step,
-                     int64_t of_step, int threads) {
-    const int64_t half = width / 2;
-    ROWS(rows * n, heads * width)
-    for (int64_t place = 0; place < rows * n; ++place) {
-        const int64_t table = place / n * table_row_step + place % n * table_step;
-        REAL back[MOST_HEAD];
-        for (int64_t head = 0; head < heads; ++head) {
-            const REAL *from = x + place / n * row_step + place % n * step + head * width, *weight = w + head * head_step;
-            const REAL *grad = g + (place * heads + head) * width, factor = f[place * heads + head];
-            REAL *to = of_x + place / n * of_row_step + place % n * of_step + head * width;
-            REAL *sum = sums + THREAD * (head_step ? heads : 1) * width + head * head_step, along = 0;
-#pragma omp simd
-            for (int64_t i = 0; i < half; ++i) {
-                back[i] = grad[i] * cos[table + i] + grad[i + half] * sin[table + i + half];
-                back[i + half] = grad[i + half] * cos[table + i + half] - grad[i] * sin[table + i];
+/* Gradient of x, given that of out; adds to those of keys and values from slot `near` on, and writes scores, the
+   gradients of what softmax was taken of. */
+void NAME(attend_back)(const struct Attention *a) {
+    const int64_t n = a->n, width = a->width, heads = a->kv_heads * a->group, count = a->stop - a->first;
+    const int64_t packed = heads + (a->own ? 2 * a->kv_heads : 0), turned = heads + (a->own ? a->kv_heads : 0);
+    const int64_t summed = a->head_step ? turned : 1, near = a->near - a->first;
+    const REAL *cos = a->cos, *sin = a->sin, *w = a->w, scale = 1 / SQRT((REAL)width);
+    const int threads = a->threads;
+    ROWS(a->rows * heads * n, width * count)
+    for (int64_t both = 0; both < a->rows * a->kv_heads; ++both) {
+        const int64_t row = both / a->kv_heads, head = both % a->kv_heads, begin = both * a->slots * width;
+        const REAL *keys = (const REAL *)a->keys + begin, *values = (const REAL *)a->values + begin;
+        REAL *of_keys = (REAL *)a->of_keys + begin, *of_values = (REAL *)a->of_values + begin, of_query[MOST_HEAD];
+        REAL *sums = w ? (REAL *)a->sums + THREAD * summed * width : 0;
+        for (int64_t i = 0; i < n; ++i)
+            for (int64_t g = 0; g < a->group; ++g) {
+                const int64_t table = row * a->table_row_step + i * a->table_step, own = head * a->group + g;
+                const int64_t query = (both * a->group + g) * n + i, at = ((row * n + i) * packed + own) * width;
+                const REAL *scaled = (const REAL *)a->scaled + query * width;
+                const REAL *grad = (const REAL *)a->gradient + ((row * n + i) * heads + own) * width;
+                REAL *weights = (REAL *)a->weights + query * count, *scores = (REAL *)a->scores + query * count, mean = 0;
+                if (a->again) NAME(look)(a, row, i, scaled, keys + a->first * width, weights);
+                for (int64_t m = 0; m < count; ++m) {
+                    scores[m] = NAME(dot)(grad, values + (a->first + m) * width, width);
+                    mean += weights[m] * scores[m];
+                }
+                for (int64_t j = 0; j < width; ++j) of_query[j] = 0;
+                for (int64_t m = 0; m < count; ++m) {
+                    const int64_t slot = (a->first + m) * width;
+                    scores[m] = weights[m] * (scores[m] - mean);
+                    NAME(add)(of_query, keys + slot, scores[m], width);
+                    if (m >= near) {
+                        NAME(add)(of_keys + slot, scaled, scores[m], width);
+                        NAME(add)(of_values + slot, grad, weights[m], width);
+                    }
+                }
+                NAME(turn_back)((const REAL *)a->x + at, w ? w + own * a->head_step : 0, cos + table, sin + table,
+                                ((const REAL *)a->factors)[(row * n + i) * turned + own], of_query,
+                                (REAL *)a->of_x + at, w ? sums + own * a->head_step : 0, width, scale);
             }
-#pragma omp simd reduction(+ : along)
-            for (int64_t i = 0; i < width; ++i) {
-                const REAL product = back[i] * from[i] * factor;
-                sum[i] += product;
-                along += product * weight[i];
-            }
-#pragma omp simd
-            for (int64_t i = 0; i < width; ++i) to[i] = (back[i] * weight[i] - from[i] * factor * along) * factor;
+        for (int64_t i = 0; i < n && a->own; ++i) {
+            const int64_t table = row * a->table_row_step + i * a->table_step, slot = (a->begin + i) * width;
+            const int64_t at = ((row * n + i) * packed + heads + head) * width;
+            const int64_t key = (heads + head) * a->head_step;
+            REAL *of_value = (REAL *)a->of_x + at + a->kv_heads * width;
+            NAME(turn_back)((const REAL *)a->x + at, w ? w + key : 0, cos + table, sin + table,
+                            ((const REAL *)a->factors)[(row * n + i) * turned + heads + head], of_keys + slot,
+                            (REAL *)a->of_x + at, w ? sums + key : 0, width, 1);
+            for (int64_t j = 0; j < width; ++j) of_value[j] = of_values[slot + j];
         }
     }
 }

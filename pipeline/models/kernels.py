@@ -1,8 +1,8 @@
 """Small operations of a loop over time by C code, compiled on the machine where it runs.
 
 With feedback at every position, a step has few rows: each of torch's operations takes microseconds of which most are
-not arithmetic, and none is shared among threads. ``kernels.c`` takes each norm, each rotation and each gated unit in
-one pass. The compiler is the machine's own (``$CC``, or ``cc``), takes about a second, and is asked once: the library
+not arithmetic, and none is shared among threads. ``kernels.c`` takes each norm, each gated unit and each attention in
+one call. The compiler is the machine's own (``$CC``, or ``cc``), takes about a second, and is asked once: the library
 is kept in the user's cache, under a name that says what it was made of.
 """
 
@@ -31,7 +31,26 @@ FLAGS = ("-O3", "-march=native", "-ffast-math", "-fPIC")
 # the cores. Where torch's is of another kind the library cannot be loaded, and the second takes its place.
 THREADS = ("-fopenmp", "-fopenmp-simd")
 MOST_HEAD = 1024
-"""Widest head that can be rotated."""
+"""Widest head that attention takes."""
+
+
+class Attention(ctypes.Structure):
+    """Sizes and places of one attention; see ``struct Attention`` in ``kernels.c``.
+
+    Attributes:
+        held: tensors that it points to and nobody else may hold.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "n", "kv_heads", "group", "width", "own", "slots", "first")),
+        *((name, ctypes.c_int64) for name in ("near", "begin", "stop", "causal", "again", "threads", "head_step")),
+        *((name, ctypes.c_int64) for name in ("table_row_step", "table_step", "mask_row_step", "mask_step")),
+        ("least", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("x", "w", "cos", "sin", "mask", "keys", "values", "factors", "scaled")),
+        *((name, ctypes.c_void_p) for name in ("weights", "out", "gradient", "of_keys", "of_values", "scores", "of_x")),
+        ("sums", ctypes.c_void_p),
+    )
+    held: tuple[Tensor | None, ...]
 
 
 class Kernels:
@@ -55,8 +74,8 @@ class Kernels:
             "norm_back": [*[pointer] * 6, *[whole] * 2, threads],
             "swiglu": [*[pointer] * 2, *[whole] * 2, threads],
             "swiglu_back": [*[pointer] * 3, *[whole] * 2, threads],
-            "turn": [*[pointer] * 6, *[whole] * 9, real, threads],
-            "turn_back": [*[pointer] * 8, *[whole] * 11, threads],
+            "attend": [ctypes.POINTER(Attention)],
+            "attend_back": [ctypes.POINTER(Attention)],
         }
         self._functions = {}
         for name, types in arguments.items():
@@ -130,69 +149,35 @@ class Kernels:
         )
         return of_x
 
-    def turn(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, least: float) -> tuple[Tensor, Tensor]:
-        """Return the norm of each head as ``norm``'s, rotated (``functions.rotate``), and f.
+    def attend(self, dtype: torch.dtype, call: Attention) -> None:
+        """Attend, from the packed projection to what the output projection reads."""
+        self._functions["attend", dtype](call)
 
-        Args:
-            x: [rows, n, heads, width], heads behind each other.
-            weight: [heads, width], or [width] for all.
-            cos: [rows or 1, n, 1, width].
-            sin: likewise.
-            least: added to the squared norm.
-        """
-        y, factor = x.new_empty(x.shape), x.new_empty(x.shape[:-1])
-        self._functions["turn", x.dtype](
-            x.data_ptr(),
-            weight.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            y.data_ptr(),
-            factor.data_ptr(),
-            *self._places(x, weight, cos),
-            least,
-            self.threads,
-        )
-        return y, factor
+    def attend_back(self, dtype: torch.dtype, call: Attention) -> None:
+        """Write the gradient of ``call.x``, and add those of keys and values."""
+        self._functions["attend_back", dtype](call)
 
-    def turn_back(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        factor: Tensor,
-        gradient: Tensor,
-        sums: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Write the gradient of ``turn``'s x to ``out``, heads behind each other; see ``norm_back`` for the others.
 
-        ``sums`` is [threads, heads, width] or, for a weight that all heads share, [threads, width].
-        """
-        gradient = gradient.contiguous()
-        self._functions["turn_back", x.dtype](
-            x.data_ptr(),
-            weight.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            factor.data_ptr(),
-            gradient.data_ptr(),
-            out.data_ptr(),
-            sums.data_ptr(),
-            *self._places(x, weight, cos),
-            *out.stride()[:2],
-            self.threads,
-        )
+def chosen(which: str) -> Kernels | None:
+    """Return the operations that a setting asks for; None: torch's.
 
-    @staticmethod
-    def _places(x: Tensor, weight: Tensor, table: Tensor) -> tuple[int, ...]:
-        rows, count, heads, width = x.shape
-        row_step, step, _, _ = x.stride()
-        table_row_step, table_step, _, _ = table.stride()
-        head_step = width if weight.dim() > 1 else 0
-        if table.shape[0] == 1:
-            table_row_step = 0
-        return rows, count, heads, width, row_step, step, head_step, table_row_step, table_step
+    Args:
+        which: ``torch``, ``compiled``, or ``auto``: compiled where that is possible.
+
+    Raises:
+        ConfigError: they are to be compiled, and cannot be.
+    """
+    if which == "auto":
+        return _at_hand()
+    return compiled() if which == "compiled" else None
+
+
+@functools.cache
+def _at_hand() -> Kernels | None:
+    try:
+        return compiled()
+    except ConfigError:
+        return None
 
 
 @functools.cache

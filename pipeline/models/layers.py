@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.models import links, products
+from pipeline.models.attending import attending
 from pipeline.models.collector import Collector, current
 from pipeline.models.functions import rms_norm, rotate, swiglu
 from pipeline.models.inputs import Visibility
@@ -261,7 +262,7 @@ class SelfAttention(nn.Module):
         if collector is None or entry is None or out is None or make is None:
             return None
         heads = self.heads, self.kv_heads
-        heads_norm: links.RMSNormLink | None = None
+        norms: list[links.Link] = []
         if head_norms is not None:
             key = id(head_norms)
             if key not in collector.links:
@@ -269,8 +270,9 @@ class SelfAttention(nn.Module):
             found = collector.links[key]
             if not isinstance(found, links.RMSNormLink):
                 return None
-            heads_norm = found
-        return [*entry, links.HeadsLink(heads, self.head_dim, heads_norm, rotation), make(visible, 0.0), *out]
+            norms = [found]
+        packed = links.HeadsLink(heads, self.head_dim, norms, rotation)
+        return [*entry, *attending(packed, make(visible, 0.0), collector.kernels), *out]
 
 
 class CrossAttention(nn.Module):
@@ -300,11 +302,13 @@ class CrossAttention(nn.Module):
         """Return ``enter``, attention and the output for a loop; see ``links.collected``."""
         if not links.follows(self, "enter"):
             return None
-        entry, of_query = links.collected(norm, self.query), links.collected(getattr(head_norms, "query", None))
+        collector, entry = current(), links.collected(norm, self.query)
+        of_query = links.collected(getattr(head_norms, "query", None))
         out, make = links.collected(self.output), getattr(recalls, "link", None)
-        if entry is None or of_query is None or out is None or make is None:
+        if collector is None or entry is None or of_query is None or out is None or make is None:
             return None
-        return [*entry, links.QueriesLink(self.head_dim, of_query, rotation), make(visible, 0.0), *out]
+        queries = links.QueriesLink(self.head_dim, of_query, rotation)
+        return [*entry, *attending(queries, make(visible, 0.0), collector.kernels), *out]
 
 
 def normed(x: Tensor, norms: HeadNorms | None, which: str) -> Tensor:

@@ -23,7 +23,7 @@ from pipeline.models.functions import (
     swiglu_backward,
     widened,
 )
-from pipeline.models.kernels import MOST_HEAD, Kernels
+from pipeline.models.kernels import Kernels
 
 
 class Link(Protocol):
@@ -125,6 +125,11 @@ class RMSNormLink:
         width: width of the last dimension.
         eps: added to the mean square.
         kernels: what takes it in one pass, where it can; None: torch's operations.
+
+    Attributes:
+        weight: as given.
+        root: square root of the width.
+        least: what is added to the squared norm.
     """
 
     def __init__(
@@ -134,21 +139,19 @@ class RMSNormLink:
         eps: float,
         kernels: Kernels | None = None,
     ) -> None:
-        self._weight, self._root, self._least = weight, math.sqrt(width), width * eps
+        self.weight, self.root, self.least = weight, math.sqrt(width), width * eps
         self._kernels = None if weight is None else kernels
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [..., width] to the same shape."""
-        if self._kernels is not None and isinstance(self._weight, CollectedWeight) and self._kernels.take(x):
-            x, weight = x.contiguous(), self._weight.scaled(x.dtype, self._root)
-            y, factor = self._kernels.norm(x, weight, self._least, out)
+        if self._kernels is not None and isinstance(self.weight, CollectedWeight) and self._kernels.take(x):
+            x, weight = x.contiguous(), self.weight.scaled(x.dtype, self.root)
+            y, factor = self._kernels.norm(x, weight, self.least, out)
             return y, (x, factor)
         wide = widened(x)
-        factor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().add_(self._least).rsqrt_()
+        factor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().add_(self.least).rsqrt_()
         unit = wide * factor
-        y = torch.mul(
-            unit, self._root if self._weight is None else self._weight.scaled(unit.dtype, self._root), out=out
-        )
+        y = torch.mul(unit, self.root if self.weight is None else self.weight.scaled(unit.dtype, self.root), out=out)
         return (y if y.dtype is x.dtype else y.to(x.dtype)), (unit, factor, x.dtype)
 
     def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
@@ -156,18 +159,18 @@ class RMSNormLink:
         if len(kept) == 2:
             x, factor = kept
             assert self._kernels is not None
-            assert isinstance(self._weight, CollectedWeight)
-            weight = self._weight.scaled(x.dtype, self._root)
-            sums = self._weight.running(x.dtype, self._kernels.threads, self._root)
+            assert isinstance(self.weight, CollectedWeight)
+            weight = self.weight.scaled(x.dtype, self.root)
+            sums = self.weight.running(x.dtype, self._kernels.threads, self.root)
             return self._kernels.norm_back(x, weight, factor, gradient, sums, out)
         unit, factor, dtype = kept
         gradient = widened(gradient)
-        if self._weight is None:
-            gradient = gradient * self._root
+        if self.weight is None:
+            gradient = gradient * self.root
             along = (gradient * unit).sum(dim=-1, keepdim=True)
         else:
-            weight, product = self._weight.scaled(unit.dtype, self._root), gradient * unit
-            self._weight.put_aside_summands(product, self._root)
+            weight, product = self.weight.scaled(unit.dtype, self.root), gradient * unit
+            self.weight.put_aside_summands(product, self.root)
             gradient = gradient * weight
             if weight.dim() == 1:
                 along = torch.matmul(product, weight).unsqueeze_(-1)
@@ -175,13 +178,6 @@ class RMSNormLink:
                 along = (gradient * unit).sum(dim=-1, keepdim=True)
         of_x = torch.addcmul(gradient, unit, along, value=-1, out=out).mul_(factor)
         return of_x if of_x.dtype is dtype else of_x.to(dtype)
-
-    def turned(self, rotation: RotationLink, like: Tensor) -> TurnLink | None:
-        """Return the norm and a rotation after it as one link for tensors like that given; None if there is none."""
-        if self._kernels is None or self._weight is None:
-            return None
-        both = TurnLink(self._weight, self._root, self._least, rotation, self._kernels)
-        return both if both.takes(like) else None
 
 
 class LayerNormLink:
@@ -280,81 +276,37 @@ class RotationLink:
         return self._cos, self._sin
 
 
-class TurnLink:
-    """QK-norm and rotation as one, by kernels.
-
-    Args:
-        norm: the norm's weights.
-        root: square root of the width of a head.
-        least: added to the squared norm.
-        rotation: rotary positions.
-        kernels: what takes both in one pass.
-    """
-
-    def __init__(
-        self,
-        norm: CollectedWeight | CollectedHeads,
-        root: float,
-        least: float,
-        rotation: RotationLink,
-        kernels: Kernels,
-    ) -> None:
-        self._weight, self._root, self._least, self._kernels = norm, root, least, kernels
-        self._tables = rotation.tables()
-
-    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Map [rows, n, heads, head_dim], heads behind each other, to the same shape."""
-        y, factor = self._kernels.turn(x, self._weight.scaled(x.dtype, self._root), *self._tables, self._least)
-        return y, (x, factor)
-
-    def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the gradient of x, written to ``out`` if that is given, heads behind each other as well."""
-        x, factor = kept
-        of_x = torch.empty_like(gradient, memory_format=torch.contiguous_format) if out is None else out
-        sums = self._weight.running(x.dtype, self._kernels.threads, self._root)
-        weight = self._weight.scaled(x.dtype, self._root)
-        self._kernels.turn_back(x, weight, *self._tables, factor, gradient, sums, of_x)
-        return of_x
-
-    def takes(self, x: Tensor) -> bool:
-        """Return whether it maps tensors like x."""
-        return self._kernels.take(x) and x.shape[-1] <= MOST_HEAD and self._tables[0].dtype is x.dtype
-
-
 class HeadsLink:
     """Queries, keys and values of a packed projection: QK-norm and rotation of the first two, both at once.
 
     Args:
         heads: heads of queries, and of keys.
         head_dim: width of a head.
-        norm: QK-norm of both; None for none.
+        norm: QK-norm of both, or nothing.
         rotation: rotary positions.
     """
 
-    def __init__(self, heads: tuple[int, int], head_dim: int, norm: RMSNormLink | None, rotation: RotationLink) -> None:
-        self._heads, self._head_dim = heads, head_dim
-        self._norm, self._rotation = [] if norm is None else [norm], rotation
+    def __init__(self, heads: tuple[int, int], head_dim: int, norm: Sequence[Link], rotation: RotationLink) -> None:
+        self.heads, self.head_dim, self.norm, self.rotation = heads, head_dim, norm, rotation
+        self._links = [*norm, rotation]
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Any, Any]:
         """Map [rows, n, packed] to queries, keys and values [rows, n, heads, head_dim], heads of their own."""
-        packed = x.view(*x.shape[:-1], -1, self._head_dim)
-        both = sum(self._heads)
-        links = turning(self._norm, self._rotation, packed)
-        turned, inner = run_links(packed[:, :, :both], links)
-        kept = links, inner
-        return (turned[:, :, : self._heads[0]], turned[:, :, self._heads[0] :], packed[:, :, both:]), kept
+        packed = x.view(*x.shape[:-1], -1, self.head_dim)
+        both = sum(self.heads)
+        turned, kept = run_links(packed[:, :, :both], self._links)
+        return (turned[:, :, : self.heads[0]], turned[:, :, self.heads[0] :], packed[:, :, both:]), kept
 
     def backward(self, kept: Any, gradient: Any, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
         of_query, of_key, of_value = gradient
-        links, kept = kept
         both = torch.cat([of_query, of_key], dim=2)
         rows, count, heads, _ = both.shape
         if out is None:
-            out = both.new_empty(rows, count, (heads + self._heads[1]) * self._head_dim)
-        by_head = out.view(rows, count, -1, self._head_dim)
+            out = both.new_empty(rows, count, (heads + self.heads[1]) * self.head_dim)
+        by_head = out.view(rows, count, -1, self.head_dim)
         turned = by_head[:, :, :heads]
-        found = return_through(links, kept, both, turned)
+        found = return_through(self._links, kept, both, turned)
         if found is not turned:
             turned.copy_(found)
         by_head[:, :, heads:].copy_(of_value)
@@ -366,34 +318,25 @@ class QueriesLink:
 
     Args:
         head_dim: width of a head.
-        norm: QK-norm; None for none.
+        norm: QK-norm, or nothing.
         rotation: rotary positions.
     """
 
     def __init__(self, head_dim: int, norm: Sequence[Link], rotation: RotationLink) -> None:
-        self._head_dim, self._norm, self._rotation = head_dim, norm, rotation
+        self.head_dim, self.norm, self.rotation = head_dim, norm, rotation
+        self._links = [*norm, rotation]
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map [rows, n, heads * head_dim] to [rows, n, heads, head_dim]."""
-        by_head = x.view(*x.shape[:-1], -1, self._head_dim)
-        links = turning(self._norm, self._rotation, by_head)
-        y, kept = run_links(by_head, links)
-        return y, (links, kept)
+        return run_links(x.view(*x.shape[:-1], -1, self.head_dim), self._links)
 
     def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of x."""
-        links, kept = kept
         if out is None:
-            return return_through(links, kept, gradient).flatten(2)
-        by_head = out.view(*out.shape[:-1], -1, self._head_dim)
-        found = return_through(links, kept, gradient, by_head)
+            return return_through(self._links, kept, gradient).flatten(2)
+        by_head = out.view(*out.shape[:-1], -1, self.head_dim)
+        found = return_through(self._links, kept, gradient, by_head)
         return out if found is by_head else found.flatten(2)
-
-
-def turning(norm: Sequence[Link], rotation: RotationLink, like: Tensor) -> Sequence[Link]:
-    """Return a QK-norm, which may be none, and the rotation after it as links for tensors like that given."""
-    both = norm[0].turned(rotation, like) if len(norm) == 1 and isinstance(norm[0], RMSNormLink) else None
-    return [*norm, rotation] if both is None else [both]
 
 
 def links_of(module: nn.Module, collector: Collector) -> list[Link] | None:

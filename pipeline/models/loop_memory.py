@@ -304,18 +304,29 @@ class LoopLayer:
 
     def add(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
         """Add a step's part; see ``Part`` for the factors, whose slots are those of the span."""
-        tile = span.begin // self._width
-        if self._tile is not None and tile != self._tile:
-            self.take()
-        self._tile = tile
-        near = max(span.live, min(span.begin, tile * self._width))
+        near = self.reach(span)
         if near < span.stop:
             self._add_now(
                 Part(near, span.stop, query, scores[..., near - span.first :], weights[..., near - span.first :], out)
             )
         if span.live < near:
-            far = slice(span.live - span.first, near - span.first)
-            self._put_aside(Part(span.live, near, query, scores[..., far], weights[..., far], out))
+            self.put_aside_far(span, near, query, scores, weights, out)
+
+    def reach(self, span: Span) -> int:
+        """Return the slot from which on a step's part is due at once; take what was put aside if another tile begins.
+
+        Before it lie the tiles before the step's own.
+        """
+        tile = span.begin // self._width
+        if self._tile is not None and tile != self._tile:
+            self.take()
+        self._tile = tile
+        return max(span.live, min(span.begin, tile * self._width))
+
+    def put_aside_far(self, span: Span, near: int, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Remember a step's part before slot ``near``; see ``add``."""
+        far = slice(span.live - span.first, near - span.first)
+        self._put_aside(Part(span.live, near, query, scores[..., far], weights[..., far], out))
 
     def add_shared(self, span: Span, query: Tensor, scores: Tensor, weights: Tensor, out: Tensor) -> None:
         """Add a step's part to keys and values whose gradients no step waits for."""
@@ -368,17 +379,21 @@ class AttentionLink:
     """
 
     def __init__(self, layer: LoopLayer, span: Span, visible: Visibility, dropout: float) -> None:
-        self._layer, self._span, self._visible, self._dropout = layer, span, visible, dropout
+        self._layer, self.span, self.visible, self.dropout = layer, span, visible, dropout
+
+    def buffers(self, like: Tensor) -> LoopLayer:
+        """Return the layer's buffers; see ``LoopMemory.layer``."""
+        return self._layer
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map queries [rows, n, heads, head_dim] to [rows, n, heads * head_dim]."""
-        layer, span = self._layer, self._span
+        layer, span = self._layer, self.span
         rows, count, _, head_dim = x.shape
         scaled = folded(x * (1 / math.sqrt(head_dim)), layer.keys.shape[0] // rows)
-        weights = attention_weights(scaled, layer.keys[:, span.first : span.stop], self._visible, rows, count)
+        weights = attention_weights(scaled, layer.keys[:, span.first : span.stop], self.visible, rows, count)
         used, kept = weights, None
-        if self._dropout:
-            used, kept = torch.native_dropout(weights, self._dropout, True)
+        if self.dropout:
+            used, kept = torch.native_dropout(weights, self.dropout, True)
         few = kept is not None or span.stop - span.first <= KEPT_KEYS
         used = used if used.dtype is scaled.dtype else used.to(scaled.dtype)
         found = weighted(used, layer.values[:, span.first : span.stop], rows, count, out)
@@ -387,16 +402,16 @@ class AttentionLink:
     def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient of the queries; add those of keys and values to the layer's."""
         of_query, factors = self._gradients(kept, gradient)
-        self._layer.add_shared(self._span, *factors)
+        self._layer.add_shared(self.span, *factors)
         return of_query
 
     def _gradients(self, kept: Any, gradient: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Return the gradient of the queries, and the factors of those of keys and values (``Part``)."""
         scaled, weights, mask, rows, count = kept
-        layer, span = self._layer, self._span
+        layer, span = self._layer, self.span
         keys, values = layer.keys[:, span.first : span.stop], layer.values[:, span.first : span.stop]
         if weights is None:
-            weights = attention_weights(scaled, keys, self._visible, rows, count)
+            weights = attention_weights(scaled, keys, self.visible, rows, count)
         head_dim, dtype = keys.shape[2], weights.dtype
         out = folded(gradient.view(rows, count, -1, head_dim), keys.shape[0] // rows)
         of_weights, used = torch.bmm(out, values.transpose(1, 2)), weights
@@ -405,7 +420,7 @@ class AttentionLink:
         else:
             wide = out
         if mask is not None:
-            factor = 1 / (1 - self._dropout)
+            factor = 1 / (1 - self.dropout)
             of_weights, used = of_weights * mask * factor, weights * mask * factor
         scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, dtype)
         of_query = torch.bmm(scores if dtype is keys.dtype else scores.to(keys.dtype), keys)
@@ -418,14 +433,19 @@ class SelfAttentionLink(AttentionLink):
 
     def __init__(self, memory: LoopMemory, layer: int, span: Span, visible: Visibility, dropout: float) -> None:
         self._memory, self._number = memory, layer
-        self._span, self._visible, self._dropout = span, visible, dropout
+        self.span, self.visible, self.dropout = span, visible, dropout
+
+    def buffers(self, like: Tensor) -> LoopLayer:
+        """Return the layer's buffers, made at its first key; see ``LoopMemory.layer``."""
+        self._layer = self._memory.layer(self._number, like)
+        return self._layer
 
     def forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, Any]:
         """Map queries [rows, n, heads, head_dim], keys and values [rows, n, kv_heads, head_dim] likewise."""
         query, key, value = x
-        self._layer = self._memory.layer(self._number, key)
+        self.buffers(key)
         rows, _, heads, head_dim = key.shape
-        own = slice(self._span.begin, self._span.stop)
+        own = slice(self.span.begin, self.span.stop)
         for buffer, new in ((self._layer.keys, key), (self._layer.values, value)):
             buffer.view(rows, heads, -1, head_dim)[:, :, own] = new.transpose(1, 2)
         return super().forward(query, out)
@@ -433,7 +453,7 @@ class SelfAttentionLink(AttentionLink):
     def backward(self, kept: Any, gradient: Tensor, out: Tensor | None = None) -> Any:
         """Return the gradients of all three; that of the step's keys and values has what later steps added."""
         of_query, factors = self._gradients(kept, gradient)
-        layer, span, rows = self._layer, self._span, kept[3]
+        layer, span, rows = self._layer, self.span, kept[3]
         layer.add(span, *factors)
         of_key, of_value = (
             each.view(rows, -1, *each.shape[1:])[:, :, span.begin : span.stop].transpose(1, 2).to(layer.keys.dtype)

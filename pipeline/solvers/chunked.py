@@ -24,7 +24,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import Architecture, Feedback
 from pipeline.models.base import Memory
 from pipeline.models.inputs import Inputs, pick
-from pipeline.models.kernels import compiled
+from pipeline.models.kernels import chosen
 from pipeline.solvers.base import (
     SOLVERS,
     Carry,
@@ -60,9 +60,10 @@ class ChunkedConfig(SolverConfig):
     loop: Literal["fast", "autograd"] = "fast"
     """In training, the ``fast`` path through time, or autograd's own, with which it is compared: equal gradients, but
     several times the time."""
-    kernels: Literal["torch", "compiled"] = "torch"
+    kernels: Literal["auto", "compiled", "torch"] = "auto"
     """With the fast loop, on a CPU: small operations by ``torch``, or by C code that is ``compiled`` on the machine at
-    first use, which takes a second and a C compiler. Gradients are equal to rounding, but not to the last bit."""
+    first use, which takes a second and a C compiler; ``auto`` takes ``torch`` where there is none. Gradients are equal
+    to rounding, but not to the last bit."""
     capture: bool = False
     """With the fast loop, on a GPU: capture it as CUDA graphs, once for every shape of a batch, and replay them. A
     batch runs as without it where documents within a row begin at no multiples of an interval above 1, or where
@@ -74,7 +75,7 @@ class ChunkedConfig(SolverConfig):
     def evaluated(self) -> ChunkedConfig:
         """Return the settings without those of training."""
         return replace(
-            self, activation_checkpointing=False, segment_length=0, truncation=0, capture=False, kernels="torch"
+            self, activation_checkpointing=False, segment_length=0, truncation=0, capture=False, kernels="auto"
         )
 
     def check(self) -> None:
@@ -85,7 +86,7 @@ class ChunkedConfig(SolverConfig):
                 raise ConfigError(f"solver.{name} is {getattr(self, name)}; it must be at least 0")
         if self.capture and self.loop != "fast":
             raise ConfigError(f"solver.capture is set; it has no use with solver.loop={self.loop}")
-        if self.kernels != "torch" and (self.loop != "fast" or self.capture):
+        if self.kernels != "auto" and (self.loop != "fast" or self.capture):
             other = "solver.capture" if self.capture else f"solver.loop={self.loop}"
             raise ConfigError(f"solver.kernels is {self.kernels}; it has no use with {other}")
         if 0 < self.truncation < self.interval:
@@ -167,7 +168,7 @@ class Chunked(Solver):
                     model, inputs, lambda held: even_chunks(held, 0, self.interval), register, **settings
                 )
             else:
-                kernels = compiled() if self.config.kernels == "compiled" and index.device.type == "cpu" else None
+                kernels = chosen(self.config.kernels) if index.device.type == "cpu" else None
                 states = run_loop(model, inputs, chunks, register, **settings, kernels=kernels)
         else:
             states, memory, register = self._loop(model, inputs, chunks, memory, register)

@@ -89,7 +89,7 @@ def test_every_benchmark_is_tested_and_on_the_page():
 
 def test_recurrence(bench):
     rows, printed = bench("recurrence", "--shape", "tiny")
-    assert [row["feedback"] for row in rows] == ["none", "B = 16", "B = 4", "B = 1", "B = 1, autograd"]
+    assert [row["feedback"] for row in rows] == ["none", "B = 16", "B = 4", "B = 1", "B = 1, torch", "B = 1, autograd"]
     assert rows[0]["ratio"] == 1
     for row in rows:
         assert len(row["runs"]) == REPEATS

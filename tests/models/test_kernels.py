@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from pipeline.models import functions, kernels
-from pipeline.models.kernels import Kernels, compiled
+from pipeline.models import kernels
+from pipeline.models.kernels import Kernels, chosen, compiled
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -55,31 +55,6 @@ def test_swiglu(operations: Kernels, dtype: torch.dtype, rows: int):
     torch.testing.assert_close([operations.swiglu_back(x.detach(), gradient, None)], reference)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(3, 1), (40, 5)])
-@pytest.mark.parametrize("tables", [1, None])
-@pytest.mark.parametrize("shared", [False, True])
-def test_turn(operations: Kernels, dtype: torch.dtype, size: tuple[int, int], tables: int | None, shared: bool):
-    """Heads are those of a packed projection, so neither x nor its gradient is one piece."""
-    torch.manual_seed(0)
-    rows, count, heads, width = *size, 3, 10
-    packed = torch.randn(rows, count, heads + 2, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(*([] if shared else [heads]), width, dtype=dtype, requires_grad=True)
-    angle = torch.randn(tables or rows, count, 1, width // 2, dtype=dtype)
-    cos, sin = (torch.cat([each, each], dim=-1) for each in (angle.cos(), angle.sin()))
-    x = packed[:, :, :heads]
-    normed = x * (x.square().sum(dim=-1, keepdim=True) + 0.5).rsqrt() * weight
-    expected = functions.rotate(normed, cos, sin)
-    gradient, reference = differentiated(expected, [packed, weight])
-    own = x.detach()
-    y, factor = operations.turn(own, weight.detach(), cos, sin, 0.5)
-    torch.testing.assert_close(y, expected)
-    of_packed = torch.zeros_like(packed)
-    sums = torch.zeros(operations.threads, *weight.shape, dtype=dtype)
-    operations.turn_back(own, weight.detach(), cos, sin, factor, gradient, sums, of_packed[:, :, :heads])
-    torch.testing.assert_close([of_packed, sums.sum(dim=0)], reference)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(operations: Kernels, bad: float):
     x = torch.ones(2, 8)
@@ -113,6 +88,16 @@ def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler --flag")
     with pytest.raises(ConfigError, match=r"needs a C compiler, and there is no 'no-such-compiler'.*kernels=torch"):
         compiled.__wrapped__()
+
+
+def test_chosen_where_there_is_no_compiler(monkeypatch):
+    assert chosen("torch") is None
+    assert chosen("auto") is chosen("compiled") is compiled()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(kernels, "compiled", compiled.__wrapped__)
+    assert kernels._at_hand.__wrapped__() is None
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        chosen("compiled")
 
 
 def test_a_compiler_that_fails(monkeypatch, tmp_path):

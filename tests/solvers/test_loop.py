@@ -52,6 +52,7 @@ CASES = [
     (5, True, 6),
     (20, True, 0),
 ]
+pytestmark = pytest.mark.usefixtures("kernels")
 each_architecture = pytest.mark.parametrize("architecture", FEEDING)
 
 
@@ -66,18 +67,6 @@ def test_gradients_are_those_of_autograd(architecture: str, variant: str):
         for segment in (0, 4):
             found = run(model, tokens, starts, **settings, activation_checkpointing=segment > 0, segment_length=segment)
             assert_same(found, states, reference, f"{settings} {documents} {segment}")
-
-
-@pytest.mark.parametrize(("architecture", "variant"), VARIANTS, ids=map("-".join, VARIANTS))
-def test_compiled_kernels(architecture: str, variant: str):
-    model = trained(architecture, variant)
-    tokens = tokens_of(model)
-    for interval, starts, segment in ((1, STARTS, 4), (1, None, 0), (3, None, 4)):
-        states, reference = run(model, tokens, starts, loop="autograd", interval=interval)
-        settings = {"activation_checkpointing": segment > 0, "segment_length": segment, "kernels": "compiled"}
-        assert_same(
-            run(model, tokens, starts, interval=interval, **settings), states, reference, f"{interval} {segment}"
-        )
 
 
 @pytest.mark.parametrize(

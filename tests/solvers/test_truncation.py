@@ -10,6 +10,8 @@ from tests.models.cases import LENGTH, SEEDS, make_starts, model_and_tokens, rel
 from tests.models.contract import loss_of
 from tests.solvers.cases import FEEDING, each_feeding, refused
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def chunked(**settings):
     config = ChunkedConfig(name="chunked", **settings)
