@@ -8,16 +8,17 @@ the time of a step is a ratio to the plain transformer's, the two alternating in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline import solvers
 from pipeline.bench.options import Options
+from pipeline.bench.steps import as_published
 from pipeline.bench.table import Column, Row, Table
 from pipeline.bench.timing import alternate, medians
 from pipeline.config import AdamWConfig
@@ -56,8 +57,6 @@ ORDERS: tuple[SolverConfig, ...] = (
     UnrolledConfig("unrolled", passes=3),
     InterleavedConfig("interleaved", subsets=2),
 )
-# How each paper trains its passes; the others train the last.
-LOSSES: dict[str, Literal["mean", "plain_and_fed"]] = {"fbt": "plain_and_fed", "lrt": "mean"}
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,11 @@ def configs(vocab_size: int) -> list[ArchitectureConfig]:
 def pairs(config: ArchitectureConfig) -> Iterator[Solver]:
     """Yield the solvers that fit an architecture."""
     for order in ORDERS:
-        if isinstance(order, UnrolledConfig):
-            order = replace(order, loss=LOSSES.get(config.architecture, "last"))
         try:
             SOLVERS[order.name].check_fits(order, ARCHITECTURES[config.architecture])
         except ConfigError:
             continue
-        yield solvers.build(order)
+        yield solvers.build(as_published(order, config.architecture))
 
 
 @dataclass(frozen=True)

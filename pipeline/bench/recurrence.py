@@ -2,8 +2,9 @@
 
 Every step is forward, backward and AdamW. The recurrence at B = 1 is exact, with full backpropagation through time; B
 positions at a time are RLT-2. ``B = 1, torch`` is without compiled kernels, ``B = 1, autograd`` the loop as autograd
-alone does it. A step's FLOPs are counted as ``throughput/model_flops_per_second`` counts them, and the peak is that of
-a large matrix product, which takes turns with the steps.
+alone does it. K whole passes, and passes over S subsets, are trained by the losses of their papers. A step's FLOPs are
+counted as ``throughput/model_flops_per_second`` counts them, and the peak is that of a large matrix product, which
+takes turns with the steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from pipeline import solvers
 from pipeline.bench.machine import Peak
 from pipeline.bench.options import Options
-from pipeline.bench.steps import Trainee
+from pipeline.bench.steps import Trainee, as_published
 from pipeline.bench.table import Column, Row, Table
 from pipeline.bench.timing import alternate, medians
 from pipeline.models import ArchitectureConfig
@@ -26,7 +27,9 @@ from pipeline.models.lrt import LRTConfig
 from pipeline.models.rlt import RLTConfig
 from pipeline.solvers import SolverConfig
 from pipeline.solvers.chunked import ChunkedConfig
+from pipeline.solvers.interleaved import InterleavedConfig
 from pipeline.solvers.parallel import ParallelConfig
+from pipeline.solvers.unrolled import UnrolledConfig
 
 NONE, EXACT, TORCH, AUTOGRAD = "none", "B = 1", "B = 1, torch", "B = 1, autograd"
 ORDERS: dict[str, SolverConfig] = {
@@ -36,7 +39,12 @@ ORDERS: dict[str, SolverConfig] = {
     EXACT: ChunkedConfig("chunked", interval=1),
     TORCH: ChunkedConfig("chunked", interval=1, kernels="torch"),
     AUTOGRAD: ChunkedConfig("chunked", interval=1, loop="autograd"),
+    "K = 2": UnrolledConfig("unrolled", passes=2),
+    "K = 3": UnrolledConfig("unrolled", passes=3),
+    "S = 2": InterleavedConfig("interleaved", subsets=2),
 }
+CHUNKED = (NONE, "B = 16", "B = 4", EXACT, TORCH, AUTOGRAD)
+PASSES = (NONE, "K = 2", "K = 3", EXACT)
 REPEATS = 5
 
 
@@ -54,7 +62,7 @@ class Shape:
     model: ArchitectureConfig
     rows: int
     length: int
-    orders: tuple[str, ...] = tuple(ORDERS)
+    orders: tuple[str, ...] = CHUNKED
 
 
 PUBLISHED = RLTConfig(  # configs/rlt_4_4.yaml
@@ -69,9 +77,9 @@ SHAPES = {
     "published_256": Shape(PUBLISHED, 256, 41),
     "small": Shape(SMALL, 64, 40),
     "large": Shape(LARGE, 16, 128),
-    "crt": Shape(CRTConfig("crt", **MODERATE), 32, 64, (NONE, EXACT)),
-    "fbt": Shape(FBTConfig("fbt", **MODERATE), 32, 64, (NONE, EXACT)),
-    "lrt": Shape(LRTConfig("lrt", **MODERATE), 32, 64, (NONE, EXACT)),
+    "crt": Shape(CRTConfig("crt", **MODERATE), 32, 64, PASSES),
+    "fbt": Shape(FBTConfig("fbt", **MODERATE), 32, 64, PASSES),
+    "lrt": Shape(LRTConfig("lrt", **MODERATE), 32, 64, (NONE, "S = 2", EXACT)),
     "tiny": Shape(
         RLTConfig("rlt", vocab_size=17, width=16, heads=2, encoder_layers=1, decoder_layers=1, window=4), 2, 8
     ),
@@ -106,7 +114,7 @@ def run(options: Options) -> list[Row]:
 def measure(name: str, shape: Shape, repeats: int, peak: Peak, table: Table) -> None:
     """Measure one shape and add its rows."""
     trainee = Trainee(shape.model, shape.rows, shape.length)
-    orders = {order: solvers.build(ORDERS[order]) for order in shape.orders}
+    orders = {order: solvers.build(as_published(ORDERS[order], shape.model.architecture)) for order in shape.orders}
     peak.measure()
     steps = {order: partial(trainee.step, solver) for order, solver in orders.items()}
     runs = alternate(steps, repeats, name, between=peak.measure)

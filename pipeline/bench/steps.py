@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from pipeline import models
 from pipeline.models import Architecture, ArchitectureConfig
-from pipeline.solvers import Solver
+from pipeline.solvers import Solver, SolverConfig
+from pipeline.solvers.unrolled import UnrolledConfig
 from pipeline.training.drawing import draw_weights
 from pipeline.training.objective import objective
 
 LEARNING_RATE = 1e-4
 """Small enough that no run of a benchmark leaves the numbers with which it began."""
+# How each paper trains its passes; the others train the last.
+LOSSES: dict[str, Literal["mean", "plain_and_fed"]] = {"fbt": "plain_and_fed", "lrt": "mean"}
+
+
+def as_published(solver: SolverConfig, architecture: str) -> SolverConfig:
+    """Return a solver with the loss that the paper of an architecture trains its passes by."""
+    if isinstance(solver, UnrolledConfig):
+        return replace(solver, loss=LOSSES.get(architecture, "last"))
+    return solver
 
 
 def made(config: ArchitectureConfig) -> Architecture:

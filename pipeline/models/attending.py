@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from pipeline.models.inputs import Visibility
 from pipeline.models.kernels import MOST_HEAD, Attention, Kernels
-from pipeline.models.links import HeadsLink, Link, QueriesLink, RMSNormLink
+from pipeline.models.links import HeadsLink, Link, QueriesLink, RMSNormLink, RotationLink
 from pipeline.models.loop_memory import KEPT_KEYS, AttentionLink, LoopLayer, folded
 
 MOST_QUERIES = 16
 """Queries of one head of keys up to which a call is faster than torch's batched products."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The links of attention with its projections, but for what differs from step to step.
+
+    Attributes:
+        entry: from the residual stream to the packed projection.
+        heads: makes the link of its heads, given the rotation.
+        output: the projection of what attention gives.
+        kernels: compiled operations; None: torch's.
+    """
+
+    entry: Sequence[Link]
+    heads: Callable[[RotationLink], HeadsLink | QueriesLink]
+    output: Sequence[Link]
+    kernels: Kernels | None
+
+    def links(self, rotation: RotationLink, attends: Any, visible: Visibility) -> list[Link] | None:
+        """Return the links of a step; None where ``attends`` is not a loop's (``loop_memory.LoopAttention``)."""
+        make = getattr(attends, "link", None)
+        if make is None:
+            return None
+        return [*self.entry, *attending(self.heads(rotation), make(visible, 0.0), self.kernels), *self.output]
 
 
 def attending(heads: HeadsLink | QueriesLink, attention: AttentionLink, kernels: Kernels | None) -> list[Link]:

@@ -8,7 +8,7 @@ the rows that a weight read, and the gradients of what it gave, are put aside un
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ class Collector:
 
     def product(self, weight: CollectedWeight) -> CollectedProduct:
         """Return products with a weight; see ``CollectedProduct``."""
-        self._products.append(CollectedProduct(self.recording, weight))
+        self._products.append(CollectedProduct(self.recording, weight, self.kernels))
         return self._products[-1]
 
     def record(self, rows: int, *, first: int = 0, steps: int = 0) -> None:
@@ -256,16 +256,17 @@ class CollectedProduct:
         recording: which steps are recorded. The collector itself would make a cycle, that only the garbage collector
             could free.
         weight: W, [out, in].
+        kernels: compiled operations; None: there are none.
 
     Attributes:
         bias: what is added to the products, whose gradient is the sum of those put aside; None for nothing.
     """
 
-    def __init__(self, recording: Recording, weight: CollectedWeight) -> None:
-        self._recording, self._weight = recording, weight
+    def __init__(self, recording: Recording, weight: CollectedWeight, kernels: Kernels | None) -> None:
+        self._recording, self._weight, self._kernels = recording, weight, kernels
         self.bias: CollectedWeight | None = None
         self._out, self._in = weight.shape  # a sharded parameter has its shape in a loop alone
-        self._layouts: dict[tuple[bool, torch.dtype], tuple[bool, Tensor]] = {}
+        self._products: dict[tuple[bool, torch.dtype], Callable[[Tensor], Tensor]] = {}
         self._stretch = self._next = self._end = 0
         self._begin: int | None = None
         self._inputs: Tensor | None = None
@@ -275,21 +276,19 @@ class CollectedProduct:
 
     def forget(self) -> None:
         """Let go of the weight's value."""
-        self._layouts = {}
+        self._products = {}
 
     def __call__(self, x: Tensor, transposed: bool) -> Tensor:
         """Return x W^T for x [rows, in], or x W for x [rows, out] if ``transposed``.
 
         The kernel is chosen, and the weight put into its layout, at the first product.
         """
-        layout = self._layouts.get((transposed, x.dtype))
-        if layout is None:
+        product = self._products.get((transposed, x.dtype))
+        if product is None:
             weight = self._weight.value(x.dtype)
-            form = weight.t() if transposed else weight
-            reorders = products.serves_held(x, form)
-            layout = reorders, products.held(form, x.shape[0]) if reorders else form.t()
-            self._layouts[transposed, x.dtype] = layout
-        return products.product(x, layout[1]) if layout[0] else torch.mm(x, layout[1])
+            product = products.repeated(weight.t() if transposed else weight, x, self._kernels)
+            self._products[transposed, x.dtype] = product
+        return product(x)
 
     def keep(self, x: Tensor) -> int:
         """Keep the rows x [rows, in] that the weight reads; return where they are kept."""

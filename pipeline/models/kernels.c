@@ -15,6 +15,8 @@
 #endif
 #define LEAST 8192 /* elements below which a second thread costs more than it saves */
 #define MOST_HEAD 1024
+#define LANES 32 /* columns of a sum of rows that stay in registers */
+#define BLOCK 64 /* columns of a product whose sums stay in registers, for four rows */
 #define PRAGMA(x) _Pragma(#x)
 #define ROWS(count, width) PRAGMA(omp parallel for schedule(static) num_threads(threads) if ((count) * (width) > LEAST))
 
@@ -55,6 +57,12 @@ struct Attention {
 
 #else
 
+/* y += factor x. */
+static void NAME(add)(REAL *y, const REAL *x, REAL factor, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) y[i] += factor * x[i];
+}
+
 /* y = x f w with f = 1 / sqrt(|x|^2 + least), by row. x, y: [rows, width]; w: [width]; f: [rows]. */
 void NAME(norm)(const REAL *x, const REAL *w, REAL *y, REAL *f, int64_t rows, int64_t width, double least,
                 int threads) {
@@ -85,6 +93,37 @@ void NAME(norm_back)(const REAL *x, const REAL *w, const REAL *f, const REAL *g,
         }
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) to[i] = (grad[i] * w[i] - from[i] * factor * along) * factor;
+    }
+}
+
+/* y = x w for few rows. x: [rows, height]; w: [height, width]; y: [rows, width]. */
+void NAME(multiply)(const REAL *x, const REAL *w, REAL *y, int64_t rows, int64_t height, int64_t width, int threads) {
+    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    ROWS(rows * height, width / 16)
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t begin = block * BLOCK, count = width - begin < BLOCK ? width - begin : BLOCK;
+        for (int64_t row = 0; row < rows; row += 4) {
+            const REAL *from = x + row * height;
+            const int64_t some = rows - row < 4 ? rows - row : 4;
+            REAL sums[4][BLOCK] = {{0}};
+            if (some == 4 && count == BLOCK)
+                for (int64_t k = 0; k < height; ++k) {
+                    const REAL *weight = w + k * width + begin;
+                    const REAL a = from[k], b = from[height + k], c = from[2 * height + k], d = from[3 * height + k];
+#pragma omp simd
+                    for (int64_t i = 0; i < BLOCK; ++i) {
+                        sums[0][i] += a * weight[i];
+                        sums[1][i] += b * weight[i];
+                        sums[2][i] += c * weight[i];
+                        sums[3][i] += d * weight[i];
+                    }
+                }
+            else
+                for (int64_t k = 0; k < height; ++k)
+                    for (int64_t j = 0; j < some; ++j) NAME(add)(sums[j], w + k * width + begin, from[j * height + k], count);
+            for (int64_t j = 0; j < some; ++j)
+                for (int64_t i = 0; i < count; ++i) y[(row + j) * width + begin + i] = sums[j][i];
+        }
     }
 }
 
@@ -167,30 +206,42 @@ static REAL NAME(dot)(const REAL *x, const REAL *y, int64_t width) {
     return sum;
 }
 
-static void NAME(add)(REAL *y, const REAL *x, REAL factor, int64_t width) {
+/* y = weights rows. weights: [count]; rows: [count, width]. */
+static void NAME(weigh)(const REAL *weights, const REAL *rows, REAL *y, int64_t count, int64_t width) {
+    int64_t begin = 0;
+    for (; begin + LANES <= width; begin += LANES) {
+        REAL sums[LANES] = {0};
+        for (int64_t m = 0; m < count; ++m)
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) y[i] += factor * x[i];
+            for (int64_t i = 0; i < LANES; ++i) sums[i] += weights[m] * rows[m * width + begin + i];
+        for (int64_t i = 0; i < LANES; ++i) y[begin + i] = sums[i];
+    }
+    for (int64_t i = begin; i < width; ++i) y[i] = 0;
+    for (int64_t m = 0; m < count && begin < width; ++m)
+        NAME(add)(y + begin, rows + m * width + begin, weights[m], width - begin);
 }
 
 /* Attention weights of query i of a row, scaled, for keys from the first slot on. What is unseen has weight 0. */
 static void NAME(look)(const struct Attention *a, int64_t row, int64_t i, const REAL *query, const REAL *keys,
                        REAL *weights) {
-    const int64_t count = a->stop - a->first, width = a->width;
+    const int64_t count = a->stop - a->first, width = a->width, seen = a->causal ? i + 1 : count;
     const uint8_t *mask = a->mask ? (const uint8_t *)a->mask + row * a->mask_row_step + i * a->mask_step : 0;
-    const int64_t seen = a->causal ? i + 1 : count;
     REAL most = 0, sum = 0;
     int any = 0;
+    for (int64_t m = 0; m < seen; ++m) weights[m] = NAME(dot)(query, keys + m * width, width);
     for (int64_t m = 0; m < seen; ++m)
-        if (!mask || mask[m]) {
-            weights[m] = NAME(dot)(query, keys + m * width, width);
-            if (!any || weights[m] > most) most = weights[m];
-            any = 1;
-        }
-    for (int64_t m = 0; m < count; ++m) {
-        weights[m] = m < seen && (!mask || mask[m]) ? EXP(weights[m] - most) : 0;
-        sum += weights[m];
+        if ((!mask || mask[m]) && (!any || weights[m] > most)) most = weights[m], any = 1;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t m = 0; m < seen; ++m) {
+        const REAL grown = EXP(weights[m] - most);
+        weights[m] = grown;
+        sum += grown;
     }
-    for (int64_t m = 0; m < count; ++m) weights[m] /= sum;
+    for (int64_t m = 0; mask && m < seen; ++m)
+        if (!mask[m]) sum -= weights[m], weights[m] = 0;
+    for (int64_t m = seen; m < count; ++m) weights[m] = 0;
+#pragma omp simd
+    for (int64_t m = 0; m < seen; ++m) weights[m] /= sum;
 }
 
 /* Attention from the packed projection to what the output projection reads. */
@@ -222,8 +273,7 @@ void NAME(attend)(const struct Attention *a) {
                                w ? w + own * a->head_step : 0, cos + table, sin + table, scaled, width, (REAL)a->least,
                                scale);
                 NAME(look)(a, row, i, scaled, keys + a->first * width, weights);
-                for (int64_t j = 0; j < width; ++j) out[j] = 0;
-                for (int64_t m = 0; m < count; ++m) NAME(add)(out, values + (a->first + m) * width, weights[m], width);
+                NAME(weigh)(weights, values + a->first * width, out, count, width);
             }
     }
 }
@@ -254,15 +304,11 @@ void NAME(attend_back)(const struct Attention *a) {
                     scores[m] = NAME(dot)(grad, values + (a->first + m) * width, width);
                     mean += weights[m] * scores[m];
                 }
-                for (int64_t j = 0; j < width; ++j) of_query[j] = 0;
-                for (int64_t m = 0; m < count; ++m) {
-                    const int64_t slot = (a->first + m) * width;
-                    scores[m] = weights[m] * (scores[m] - mean);
-                    NAME(add)(of_query, keys + slot, scores[m], width);
-                    if (m >= near) {
-                        NAME(add)(of_keys + slot, scaled, scores[m], width);
-                        NAME(add)(of_values + slot, grad, weights[m], width);
-                    }
+                for (int64_t m = 0; m < count; ++m) scores[m] = weights[m] * (scores[m] - mean);
+                NAME(weigh)(scores, keys + a->first * width, of_query, count, width);
+                for (int64_t m = near; m < count; ++m) {
+                    NAME(add)(of_keys + (a->first + m) * width, scaled, scores[m], width);
+                    NAME(add)(of_values + (a->first + m) * width, grad, weights[m], width);
                 }
                 NAME(turn_back)((const REAL *)a->x + at, w ? w + own * a->head_step : 0, cos + table, sin + table,
                                 ((const REAL *)a->factors)[(row * n + i) * turned + own], of_query,

@@ -72,6 +72,7 @@ class Kernels:
         arguments = {
             "norm": [*[pointer] * 4, *[whole] * 2, real, threads],
             "norm_back": [*[pointer] * 6, *[whole] * 2, threads],
+            "multiply": [*[pointer] * 3, *[whole] * 3, threads],
             "swiglu": [*[pointer] * 2, *[whole] * 2, threads],
             "swiglu_back": [*[pointer] * 3, *[whole] * 2, threads],
             "attend": [ctypes.POINTER(Attention)],
@@ -132,6 +133,14 @@ class Kernels:
             self.threads,
         )
         return of_x
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W [rows, out] for x [rows, in] and W [in, out], both contiguous."""
+        (rows, height), width = x.shape, weight.shape[1]
+        y = x.new_empty(rows, width)
+        call = self._functions["multiply", x.dtype]
+        call(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, height, width, self.threads)
+        return y
 
     def swiglu(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return silu(gate) * up for both behind each other, [..., 2 width], contiguous."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.models import links, products
-from pipeline.models.attending import attending
+from pipeline.models.attending import Attended
 from pipeline.models.collector import Collector, current
 from pipeline.models.functions import rms_norm, rotate, swiglu
 from pipeline.models.inputs import Visibility
@@ -246,33 +247,18 @@ class SelfAttention(nn.Module):
         query, key, value = self.project(norm(x))
         return turned(query, head_norms, "query", cos, sin), turned(key, head_norms, "key", cos, sin), value
 
-    def links(
-        self,
-        norm: RMSNorm | LayerNorm,
-        head_norms: HeadNorms | None,
-        rotation: links.RotationLink,
-        attends: Any,
-        visible: Visibility,
-    ) -> list[links.Link] | None:
+    def links(self, collector: Collector, norm: RMSNorm | LayerNorm, head_norms: HeadNorms | None) -> Attended | None:
         """Return ``enter``, attention and the output for a loop; see ``links.collected``."""
-        if not links.follows(self, "enter", "project"):
+        entry, out = links.collected(norm, self.query_key_value), links.collected(self.output)
+        if not links.replaceable(self, "enter", "project") or entry is None or out is None:
             return None
-        collector, entry = current(), links.collected(norm, self.query_key_value)
-        out, make = links.collected(self.output), getattr(attends, "link", None)
-        if collector is None or entry is None or out is None or make is None:
-            return None
-        heads = self.heads, self.kv_heads
-        norms: list[links.Link] = []
+        heads, norms = (self.heads, self.kv_heads), []
         if head_norms is not None:
-            key = id(head_norms)
-            if key not in collector.links:
-                collector.links[key] = head_norms.both_link(collector, heads)
-            found = collector.links[key]
-            if not isinstance(found, links.RMSNormLink):
+            found = links.once(head_norms.both_link, heads)
+            if found is None:
                 return None
             norms = [found]
-        packed = links.HeadsLink(heads, self.head_dim, norms, rotation)
-        return [*entry, *attending(packed, make(visible, 0.0), collector.kernels), *out]
+        return Attended(entry, partial(links.HeadsLink, heads, self.head_dim, norms), out, collector.kernels)
 
 
 class CrossAttention(nn.Module):
@@ -291,24 +277,13 @@ class CrossAttention(nn.Module):
         query = links.chain(x, norm, self.query).unflatten(-1, (-1, self.head_dim))
         return turned(query, head_norms, "query", cos, sin)
 
-    def links(
-        self,
-        norm: RMSNorm | LayerNorm,
-        head_norms: HeadNorms | None,
-        rotation: links.RotationLink,
-        recalls: Any,
-        visible: Visibility,
-    ) -> list[links.Link] | None:
+    def links(self, collector: Collector, norm: RMSNorm | LayerNorm, head_norms: HeadNorms | None) -> Attended | None:
         """Return ``enter``, attention and the output for a loop; see ``links.collected``."""
-        if not links.follows(self, "enter"):
+        entry, out = links.collected(norm, self.query), links.collected(self.output)
+        norms = links.collected(getattr(head_norms, "query", None))
+        if not links.replaceable(self, "enter") or entry is None or norms is None or out is None:
             return None
-        collector, entry = current(), links.collected(norm, self.query)
-        of_query = links.collected(getattr(head_norms, "query", None))
-        out, make = links.collected(self.output), getattr(recalls, "link", None)
-        if collector is None or entry is None or of_query is None or out is None or make is None:
-            return None
-        queries = links.QueriesLink(self.head_dim, of_query, rotation)
-        return [*entry, *attending(queries, make(visible, 0.0), collector.kernels), *out]
+        return Attended(entry, partial(links.QueriesLink, self.head_dim, norms), out, collector.kernels)
 
 
 def normed(x: Tensor, norms: HeadNorms | None, which: str) -> Tensor:

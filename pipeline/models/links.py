@@ -8,8 +8,8 @@ of parameters aside (``collector``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from pipeline.models.functions import (
     widened,
 )
 from pipeline.models.kernels import Kernels
+
+Made = TypeVar("Made")
 
 
 class Link(Protocol):
@@ -359,14 +361,16 @@ def replaceable(module: nn.Module, *methods: str) -> bool:
     return hasattr(module, "links") and written and not any(hooked(each) for each in module.modules())
 
 
-def follows(module: nn.Module, *methods: str) -> bool:
-    """Return ``replaceable`` of a module within a loop, in which it stays as it is."""
-    collector, key = current(), (module, *methods)
+def once(make: Callable[..., Made | None], *arguments: object) -> Made | None:
+    """Return what a function makes of a collector and arguments, made once in a loop; None outside a loop."""
+    collector = current()
     if collector is None:
-        return False
+        return None
+    key = make, *arguments
     if key not in collector.links:
-        collector.links[key] = replaceable(module, *methods)
-    return bool(collector.links[key])
+        collector.links[key] = make(collector, *arguments)
+    found: Any = collector.links[key]
+    return found
 
 
 def hooked(module: nn.Module) -> bool:

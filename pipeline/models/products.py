@@ -6,12 +6,18 @@ the width of processors that are not Intel's unused; oneDNN, which torch carries
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.models.kernels import Kernels
+
+# Up to so many multiply-adds our own kernel is faster than either, whose calls cost more than its arithmetic.
+MOST_FEW = 1 << 20
 # Below so many multiply-adds oneDNN's call costs more than its kernel saves.
 LEAST_WORK = 1 << 20
 # A weight that is put into oneDNN's own layout once and for many products is read faster from so many elements on, ...
@@ -75,6 +81,22 @@ def reordered(weight: Tensor, rows: int) -> Tensor:
 def held(weight: Tensor, rows: int) -> Tensor:
     """Return a float32 weight [out, in] in the layout for many products of so many rows each."""
     return reordered(weight, max(rows, HELD_ROWS))
+
+
+def repeated(weight: Tensor, like: Tensor, kernels: Kernels | None) -> Callable[[Tensor], Tensor]:
+    """Return what maps x [rows, in] to x W^T, outside autograd, for many products with a weight [out, in].
+
+    Args:
+        weight: W, put into the layout of the kernel that is chosen.
+        like: the first x; the others have its dtype and device, and about as many rows.
+        kernels: compiled operations; None: there are none.
+    """
+    if kernels is not None and kernels.take(like) and like.numel() * weight.shape[0] <= MOST_FEW:
+        right = weight.t().contiguous()
+        return lambda x: kernels.multiply(x.contiguous(), right)
+    if serves_held(like, weight):
+        return partial(product, weight=held(weight, like.shape[0]))
+    return partial(torch.mm, mat2=weight.t())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.models import links
+from pipeline.models.attending import Attended
 from pipeline.models.base import (
     ARCHITECTURES,
     MOST_LAYERS,
@@ -34,6 +35,7 @@ from pipeline.models.base import (
     count_parameters,
     in_place,
 )
+from pipeline.models.collector import Collector
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
@@ -106,8 +108,8 @@ class RLTConfig(ArchitectureConfig):
             )
 
 
-Branches = Sequence[Sequence[links.Link]]
-"""Branches of a residual stream; see ``links.residual``."""
+Branch = Sequence[links.Link]
+"""A branch of a residual stream; see ``links.residual``."""
 
 
 class Merge(nn.Module):
@@ -221,12 +223,15 @@ class DecoderBlock(nn.Module):
         z = add_branch(z, recalls(query, past, dropout).flatten(2), self.cross.output, dropout=dropout)
         return add_branch(z, z, self.ffn_norm, ffn, dropout=dropout)
 
-    def links(self, *settings: Any) -> Branches | None:
+    def links(self, *settings: Any) -> Sequence[Branch] | None:
         """Return the block as branches of a residual stream within a loop, given all that ``forward`` is but z.
 
         None if it is not all collected (``links.collected``), or not called as it is written here.
         """
-        return self._branches(*settings) if links.follows(self, "forward") else None
+        return self._branches(*settings) if links.once(self._follows) else None
+
+    def _follows(self, collector: Collector) -> bool:
+        return links.replaceable(self, "forward")
 
     def _branches(
         self,
@@ -237,18 +242,21 @@ class DecoderBlock(nn.Module):
         recalls: Recalls,
         past: Visibility,
         twin: Block,
-    ) -> Branches | None:
-        if self.dropout and self.training:
+    ) -> Sequence[Branch] | None:
+        found = None if self.dropout and self.training else links.once(self._collected, twin)
+        if found is None:
             return None
-        attention, ffn = self.attention or twin.attention, self.ffn or twin.ffn
+        own, cross, ffn = found
         rotation = links.RotationLink(cos, sin)
-        branches = (
-            attention.links(self.attention_norm, self.head_norms, rotation, attends, window),
-            self.cross.links(self.cross_norm, self.cross_head_norms, rotation, recalls, past),
-            links.collected(self.ffn_norm, ffn),
-        )
-        collected = [branch for branch in branches if branch is not None]
-        return collected if len(collected) == len(branches) else None
+        attention, recall = own.links(rotation, attends, window), cross.links(rotation, recalls, past)
+        return None if attention is None or recall is None else (attention, recall, ffn)
+
+    def _collected(self, collector: Collector, twin: Block) -> tuple[Attended, Attended, Branch] | None:
+        """Return both attentions and the feed-forward layer for a loop; None if they are not all collected."""
+        attention = (self.attention or twin.attention).links(collector, self.attention_norm, self.head_norms)
+        cross = self.cross.links(collector, self.cross_norm, self.cross_head_norms)
+        ffn = links.collected(self.ffn_norm, self.ffn or twin.ffn)
+        return None if attention is None or cross is None or ffn is None else (attention, cross, ffn)
 
 
 @ARCHITECTURES.register("rlt")
@@ -356,7 +364,7 @@ class RLT(Architecture):
         reach = min(inputs.stop, inputs.shared[0].length)
         past = self._past(inputs, reach)
         groups = self.settings.memory_groups
-        branches: list[Sequence[links.Link]] = []  # of blocks that follow each other: one node to autograd
+        branches: list[Branch] = []  # of blocks that follow each other: one node to autograd
         for layer, block in enumerate(self._decoder_blocks()):
             settings = (
                 inputs.values["cos"],

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.models import links
+from pipeline.models.attending import Attended
 from pipeline.models.base import MOST_LAYERS, Architecture, ArchitectureConfig, Flops, Memory, count_parameters
+from pipeline.models.collector import Collector
 from pipeline.models.feedback import Feedback
 from pipeline.models.inputs import Inputs, Visibility, visibility
 from pipeline.models.layers import (
@@ -161,11 +163,10 @@ class Block(nn.Module):
         dropout = self.dropout if self.training else 0.0
         plain = not (self.mixes or self.value_gate is not None or self.attention_gate is not None)
         if plain and not dropout:
-            rotation = links.RotationLink(cos, sin)
-            attention = self.attention.links(self.attention_norm, self.head_norms, rotation, attends, visible)
-            ffn = links.collected(self.ffn_norm, self.ffn)
-            if attention is not None and ffn is not None:
-                return links.residual(x, (attention, ffn), self.scale)
+            found = links.once(self._branches)
+            attention = None if found is None else found[0].links(links.RotationLink(cos, sin), attends, visible)
+            if found is not None and attention is not None:
+                return links.residual(x, (attention, found[1]), self.scale)
         if not plain:
             inner = self.attention_norm(x)
             query, key, value = self.attention.project(inner)
@@ -208,6 +209,12 @@ class Block(nn.Module):
         if type(self.ffn) in (SwiGLU, MLP):
             return Layers(self, attention, self._fed_forward)
         return Layers(self, lambda part, rows: (self._fed_forward(attention(part, rows)[0]),))
+
+    def _branches(self, collector: Collector) -> tuple[Attended, list[links.Link]] | None:
+        """Return attention and the feed-forward layer for a loop; None if they are not all collected."""
+        attention = self.attention.links(collector, self.attention_norm, self.head_norms)
+        ffn = links.collected(self.ffn_norm, self.ffn)
+        return None if attention is None or ffn is None else (attention, ffn)
 
     def enter(self, x: Tensor, extra: Any) -> Tensor:
         """Return the residual stream x [rows, n, width] as the block takes it in."""

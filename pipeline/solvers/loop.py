@@ -34,7 +34,7 @@ from pipeline.solvers.chunks import Chunk, run_chunk
 
 COLLECTED_ROWS = 2048
 """Rows that a weight puts aside before a product is taken."""
-SEGMENT_ROWS = 128
+SEGMENT_ROWS = 256
 """Likewise with segments, where memory counts. Of no more rows in all, gradients are the same to the last bit, segments
 or not."""
 ROTATIONS = ("cos", "sin")
