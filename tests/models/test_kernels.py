@@ -44,6 +44,15 @@ def test_norm(operations: Kernels, dtype: torch.dtype, shape: tuple[int, ...], g
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 11])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 64), (130, 200)])  # whole blocks of columns, and parts
+def test_multiply(operations: Kernels, dtype: torch.dtype, rows: int, height: int, width: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, height, dtype=dtype), torch.randn(height, width, dtype=dtype)
+    torch.testing.assert_close(operations.multiply(x, weight), x @ weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 300])
 def test_swiglu(operations: Kernels, dtype: torch.dtype, rows: int):
     torch.manual_seed(0)

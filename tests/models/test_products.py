@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.models import ARCHITECTURES, layers, products
+from pipeline.models import ARCHITECTURES, kernels, layers, products
 from tests.models.cases import make_model, make_tokens
 from tests.solvers.loop_cases import FEEDING, error, run
 
@@ -27,9 +27,9 @@ def check(found: Tensor, one: Tensor, other: Tensor, added: Tensor | None = None
     exact, sizes = one.double() @ other.double().t(), one.double().abs() @ other.double().abs().t()
     if added is not None:
         exact, sizes = exact + added.double(), sizes + added.double().abs()
-    limit = torch.finfo(torch.float32).eps * (1 + one.shape[1]) * sizes
+    limit = torch.finfo(one.dtype).eps * (1 + one.shape[1]) * sizes
     assert found.shape == exact.shape
-    assert found.dtype is torch.float32
+    assert found.dtype is one.dtype
     assert bool(((found.double() - exact).abs() <= limit).all())
 
 
@@ -225,3 +225,18 @@ def test_architectures_give_the_same(monkeypatch, taken, architecture: str, loop
     (states, gradients), (expected, reference) = found
     torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-4)
     assert error(gradients, reference) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 80])
+@pytest.mark.parametrize(("out", "width"), [(3, 7), (300, 260)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_repeated(dtype: torch.dtype, rows: int, out: int, width: int, transposed: bool):
+    """Whatever takes it, it is the same product."""
+    weight = drawn(width, out).t() if transposed else drawn(out, width)
+    weight = weight.to(dtype)
+    for operations in (None, kernels.compiled()):
+        like = drawn(rows, width).to(dtype)
+        product = products.repeated(weight, like, operations)
+        for x in (like, drawn(max(1, rows - 1), 2 * width).to(dtype)[:, ::2]):
+            check(product(x), x, weight)
