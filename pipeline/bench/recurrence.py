@@ -70,7 +70,7 @@ PUBLISHED = RLTConfig(  # configs/rlt_4_4.yaml
 )
 SMALL = RLTConfig("rlt", vocab_size=277, width=64, heads=2, ffn_width=170, encoder_layers=2, decoder_layers=2, window=8)
 LARGE = RLTConfig("rlt", vocab_size=8192, width=768, heads=12, encoder_layers=6, decoder_layers=6, window=16)
-MODERATE: dict[str, Any] = {"vocab_size": 512, "width": 256, "heads": 4, "layers": 4}
+MODERATE: dict[str, Any] = {"vocab_size": 8192, "width": 256, "heads": 4, "layers": 4}
 
 SHAPES = {
     "published": Shape(PUBLISHED, 32, 41),
