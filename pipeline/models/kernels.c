@@ -15,6 +15,7 @@
 #endif
 #define LEAST 8192 /* elements below which a second thread costs more than it saves */
 #define MOST_HEAD 1024
+#define UNSEEN -1000 /* its exponential is 0 */
 #define LANES 32 /* columns of a sum of rows that stay in registers */
 #define BLOCK 64 /* columns of a product whose sums stay in registers, for four rows */
 #define PRAGMA(x) _Pragma(#x)
@@ -78,21 +79,26 @@ void NAME(norm)(const REAL *x, const REAL *w, REAL *y, REAL *f, int64_t rows, in
     }
 }
 
+/* Gradient of a row x of `norm`, given g, that of its y; adds g x factor to sum [width]. */
+static void NAME(norm_row_back)(const REAL *x, const REAL *w, REAL factor, const REAL *g, REAL *of_x, REAL *sum,
+                                int64_t width) {
+    REAL along = 0;
+#pragma omp simd reduction(+ : along)
+    for (int64_t i = 0; i < width; ++i) {
+        const REAL product = g[i] * x[i] * factor;
+        sum[i] += product;
+        along += product * w[i];
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) of_x[i] = (g[i] * w[i] - x[i] * factor * along) * factor;
+}
+
 /* Gradient of x, given g, that of y; adds g x f to sums [threads, width]. */
 void NAME(norm_back)(const REAL *x, const REAL *w, const REAL *f, const REAL *g, REAL *of_x, REAL *sums, int64_t rows,
                      int64_t width, int threads) {
     ROWS(rows, width)
     for (int64_t row = 0; row < rows; ++row) {
-        const REAL *from = x + row * width, *grad = g + row * width, factor = f[row];
-        REAL *to = of_x + row * width, *sum = sums + THREAD * width, along = 0;
-#pragma omp simd reduction(+ : along)
-        for (int64_t i = 0; i < width; ++i) {
-            const REAL product = grad[i] * from[i] * factor;
-            sum[i] += product;
-            along += product * w[i];
-        }
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) to[i] = (grad[i] * w[i] - from[i] * factor * along) * factor;
+        NAME(norm_row_back)(x + row * width, w, f[row], g + row * width, of_x + row * width, sums + THREAD * width, width);
     }
 }
 
@@ -178,7 +184,7 @@ static REAL NAME(turn)(const REAL *x, const REAL *w, const REAL *cos, const REAL
 static void NAME(turn_back)(const REAL *x, const REAL *w, const REAL *cos, const REAL *sin, REAL factor, const REAL *g,
                             REAL *of_x, REAL *sum, int64_t width, REAL scale) {
     const int64_t half = width / 2;
-    REAL back[MOST_HEAD], along = 0;
+    REAL back[MOST_HEAD];
 #pragma omp simd
     for (int64_t i = 0; i < half; ++i) {
         back[i] = (g[i] * cos[i] + g[i + half] * sin[i + half]) * scale;
@@ -189,14 +195,7 @@ static void NAME(turn_back)(const REAL *x, const REAL *w, const REAL *cos, const
         for (int64_t i = 0; i < width; ++i) of_x[i] = back[i];
         return;
     }
-#pragma omp simd reduction(+ : along)
-    for (int64_t i = 0; i < width; ++i) {
-        const REAL product = back[i] * x[i] * factor;
-        sum[i] += product;
-        along += product * w[i];
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) of_x[i] = (back[i] * w[i] - x[i] * factor * along) * factor;
+    NAME(norm_row_back)(x, w, factor, back, of_x, sum, width);
 }
 
 static REAL NAME(dot)(const REAL *x, const REAL *y, int64_t width) {
@@ -231,14 +230,16 @@ static void NAME(look)(const struct Attention *a, int64_t row, int64_t i, const 
     for (int64_t m = 0; m < seen; ++m) weights[m] = NAME(dot)(query, keys + m * width, width);
     for (int64_t m = 0; m < seen; ++m)
         if ((!mask || mask[m]) && (!any || weights[m] > most)) most = weights[m], any = 1;
+#pragma omp simd
+    for (int64_t m = 0; m < seen; ++m) weights[m] -= most;
+    for (int64_t m = 0; mask && m < seen; ++m)
+        if (!mask[m]) weights[m] = UNSEEN;
 #pragma omp simd reduction(+ : sum)
     for (int64_t m = 0; m < seen; ++m) {
-        const REAL grown = EXP(weights[m] - most);
+        const REAL grown = EXP(weights[m]);
         weights[m] = grown;
         sum += grown;
     }
-    for (int64_t m = 0; mask && m < seen; ++m)
-        if (!mask[m]) sum -= weights[m], weights[m] = 0;
     for (int64_t m = seen; m < count; ++m) weights[m] = 0;
 #pragma omp simd
     for (int64_t m = 0; m < seen; ++m) weights[m] /= sum;

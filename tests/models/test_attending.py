@@ -166,6 +166,19 @@ def test_the_rest_goes_through_its_parts(case: Case, monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [10.0, 1e3, 1e12])
+def test_what_is_unseen_weighs_nothing(dtype: torch.dtype, size: float):
+    """However far its score lies above all that are seen."""
+    sides = [Side(Case(n=3, own=False, norm=None, mask=1, dtype=dtype), kernels) for kernels in (compiled(), None)]
+    for side in sides:
+        mask = side.links[0]._attention.visible.mask if len(side.links) == 1 else side.links[1].visible.mask
+        mask[:] = True
+        mask[..., 1] = False
+        side.layer.keys[:, side.case.first + 1] = size * side.x.view(ROWS, 3, KV_HEADS, WIDTH)[:, 0].flatten(0, 1)
+    torch.testing.assert_close(*(side.taken() for side in sides))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "keys", "gradient"])
 def test_what_is_not_finite_stays_so(bad: float, where: str):
