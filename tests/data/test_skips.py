@@ -13,6 +13,7 @@ from pipeline.data.loader import StreamLoader
 from pipeline.data.skips import Skips, merged
 from pipeline.data.stream import TrainStream
 from pipeline.errors import ConfigError, DataError
+from tests.data.cases import rows_by_sample
 from tests.support import run_config
 
 T = 32
@@ -23,16 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def stream(data, ranges=(), **changes):
     settings_ = {"sequence_length": T, "seed": 3, "rows_per_batch": 24, "rows_per_micro_batch": 4, "total_samples": 240}
     return TrainStream(data, skips=Skips(ranges), **{**settings_, **changes})
-
-
-def rows_by_sample(batches):
-    """Return {sample: row of tokens}; a sample that comes twice is an error."""
-    found = {}
-    for batch in batches:
-        for sample, row in zip(batch["samples"].tolist(), batch["tokens"], strict=True):
-            assert sample not in found
-            found[sample] = row.tolist()
-    return found
 
 
 @st.composite

@@ -15,6 +15,7 @@ from pipeline.data.order import GlobalOrder
 from pipeline.data.shards import TokenReader
 from pipeline.data.stream import EvaluationStream, TrainStream, document_starts
 from pipeline.errors import ConfigError, DataError
+from tests.data.cases import rows_by_sample
 
 T = 32
 
@@ -30,16 +31,6 @@ def tokens(prepared):
 def stream(data, **changes):
     settings_ = {"sequence_length": T, "seed": 3, "rows_per_batch": 24, "rows_per_micro_batch": 4, "total_samples": 240}
     return TrainStream(data, **{**settings_, **changes})
-
-
-def rows_by_sample(batches):
-    """Return {global sample number: row of tokens}; a number that comes twice is an error."""
-    found = {}
-    for batch in batches:
-        for sample, row in zip(batch["samples"].tolist(), batch["tokens"], strict=True):
-            assert sample not in found
-            found[sample] = row.tolist()
-    return found
 
 
 def same(first, second):
